@@ -1,0 +1,1 @@
+"""asyncrl: reinforcement-learning post-training of language models as one asyncio program."""

@@ -1,0 +1,64 @@
+"""The run itself: its directory, evaluation, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.config.base import Section
+from asyncrl.config.data import DataConfig
+
+
+class RunConfig(Section):
+    """Where a run writes and how it behaves around the loop."""
+
+    dir: Path = Path("runs/run")
+    """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
+
+    if_exists: Literal["error", "new", "overwrite"] = "error"
+    """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), or erase the old run."""
+
+    export: bool = True
+    """Write a Hugging Face export of the final policy into the run directory."""
+
+    host: str = "127.0.0.1"
+    """Address that every server of the job binds to."""
+
+    display: Literal["auto", "live", "plain"] = "auto"
+    """Live table on a terminal, plain lines elsewhere."""
+
+    stop_grace_s: float = Field(12.0, gt=0)
+    """Longest time to dispose after SIGINT or SIGTERM before everything is killed."""
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on held-out prompts."""
+
+    every: int | None = Field(None, ge=1)
+    """Evaluate before every n-th step; None only at start and end."""
+
+    at_start: bool = True
+    """Evaluate before the first step."""
+
+    at_end: bool = True
+    """Evaluate after the last step."""
+
+    data: DataConfig | None = None
+    """Held-out prompts; None does no evaluation."""
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest response; None takes rollout.max_new_tokens."""
+
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+
+    samples_per_prompt: int = Field(1, ge=1)
+    """Samples per held-out prompt."""
+
+    threshold: float = 1.0
+    """A sample counts as correct when its reward is at least this; accuracy is the mean of that."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest evaluation; past it the point is skipped with a reason."""

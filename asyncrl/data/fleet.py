@@ -1,0 +1,74 @@
+"""What the controller tells others about its engines: addresses and versions as frozen data.
+
+Nothing here can reach an engine's process; whoever holds one of these can only talk to its url.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EngineState(StrEnum):
+    """Where an engine stands in its life (design section 4)."""
+
+    STARTING = "starting"
+    PENDING_WEIGHTS = "pending_weights"
+    SERVING = "serving"
+    UPDATING = "updating"
+    OFFLOADED = "offloaded"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEndpoint:
+    """One engine as a peer of the weight transfer sees it."""
+
+    engine_id: str
+    generation: int
+    """Counts the processes that bore this id; an ack from an older one is void."""
+    url: str
+    tensor_parallel: int
+    gpus: tuple[int, ...] = ()
+    """GPUs of the engine; empty on CPU."""
+    colocated: bool = False
+    """Shares its GPUs with trainer ranks: weights go by tensor handover."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    endpoint: EngineEndpoint
+    state: EngineState
+    version: str | None
+    """Published version that the engine holds; None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """A snapshot of the fleet."""
+
+    router_url: str
+    published_version: str | None
+    engines: tuple[EngineStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLease:
+    """The right to bring `engines` to `version`: they are paused and stamped torn until commit or abort."""
+
+    lease_id: str
+    version: str
+    deadline: float
+    """Monotonic time (anyio.current_time) after which the controller takes the engines back."""
+    engines: tuple[EngineEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAck:
+    """One engine received all of a publication."""
+
+    engine_id: str
+    generation: int

@@ -1,0 +1,54 @@
+"""The errors that a user can cause and mend.
+
+Every expected failure is an `AsyncRLError`. Its message says what happened, to which thing, and
+what to do; the entrypoint prints that message alone (no traceback) and exits with `exit_code`.
+Anything else that escapes is a defect of this project and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class AsyncRLError(Exception):
+    """An expected failure; the message names the thing and the fix."""
+
+    exit_code = 1
+
+
+class ConfigError(AsyncRLError):
+    """The configuration cannot work: unknown key, bad range, impossible arithmetic."""
+
+    exit_code = 2
+
+
+class RunDirectoryError(AsyncRLError):
+    """The run directory is in use, would be overwritten, or cannot be written."""
+
+    exit_code = 2
+
+
+class ModelError(AsyncRLError):
+    """The model directory is missing, incomplete, or of a kind that cannot be trained."""
+
+
+class DataError(AsyncRLError):
+    """Prompt data is missing, empty, or malformed; the message carries file and line."""
+
+
+class RewardError(AsyncRLError):
+    """A reward function does not import, or fails on too many samples."""
+
+
+class EngineError(AsyncRLError):
+    """An inference engine or router failed to start, died, or refused a command."""
+
+
+class WeightUpdateError(AsyncRLError):
+    """A weight publication could not be completed."""
+
+
+class TrainerError(AsyncRLError):
+    """A trainer rank failed; the message carries the rank and its traceback's last frames."""
+
+
+class NonFiniteError(TrainerError):
+    """A loss or gradient became NaN or infinite; the batch was saved for inspection."""

@@ -1,0 +1,44 @@
+"""How a model's tensors are cut into transfer buckets: pure data, the same on every rank and for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as it stands in the Hugging Face checkpoint."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix: float32, bfloat16."""
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        size = _BYTES_PER_ELEMENT[self.dtype]
+        for n in self.shape:
+            size *= n
+        return size
+
+
+Bucket = tuple[TensorSpec, ...]
+
+
+def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cuts `tensors`, in order, into runs of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    buckets: list[Bucket] = []
+    current: list[TensorSpec] = []
+    size = 0
+    for tensor in tensors:
+        if current and size + tensor.size_bytes > bucket_bytes:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        current.append(tensor)
+        size += tensor.size_bytes
+    if current:
+        buckets.append(tuple(current))
+    return tuple(buckets)
