@@ -38,6 +38,10 @@ class RewardError(AsyncRLError):
     """A reward function does not import, or fails on too many samples."""
 
 
+class RolloutError(AsyncRLError):
+    """Rollouts cannot be gathered: too many groups failed, or get and commit were called out of order."""
+
+
 class EngineError(AsyncRLError):
     """An inference engine or router failed to start, died, or refused a command."""
 

@@ -15,6 +15,9 @@ class DataConfig(Section):
     source: str = ""
     """A .jsonl or .parquet file, a Hugging Face dataset directory, `reasoning_gym:TASK`, or a dotted path `package.module:function` that returns an iterable of dicts."""
 
+    split: str | None = None
+    """Split of a Hugging Face dataset directory; None takes `train`, or the only one."""
+
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a reasoning_gym task or of the dotted function (for example {max_terms = 2})."""
 

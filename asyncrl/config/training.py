@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -84,6 +84,12 @@ class WarmupConfig(Section):
 
     source: str = ""
     """Like data.source; records need a prompt and a response."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Like data.args."""
+
+    size: int | None = Field(None, ge=1)
+    """Like data.size."""
 
     response_key: str = "response"
     """Field that holds the target text."""

@@ -1,0 +1,37 @@
+"""`package.module:function`: how a configuration names the user's own code.
+
+The current working directory is importable, as it is for `python script.py`, so a function in a
+file next to the recipe is found without installing anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.errors import AsyncRLError
+
+
+def resolve_dotted_path(path: str, *, setting: str, error: type[AsyncRLError]) -> Callable[..., Any]:
+    """Imports the function that `setting` names; whatever goes wrong becomes one `error` that says which step failed."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise error(f"{setting}: {path!r} is not of the form package.module:function")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as cause:  # a user's module may raise anything while it is imported
+        where = f"module {module_name!r} does not import"
+        raise error(f"{setting}: {path!r}: {where} ({type(cause).__name__}: {cause}); looked in {os.getcwd()} too") from cause
+    for name in attribute.split("."):
+        if not hasattr(target, name):
+            raise error(f"{setting}: {path!r}: {module_name!r} has no {attribute!r}")
+        target = getattr(target, name)
+    if not callable(target):
+        raise error(f"{setting}: {path!r} is not a function but {type(target).__name__}")
+    resolved: Callable[..., Any] = target
+    return resolved

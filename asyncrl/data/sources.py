@@ -1,0 +1,179 @@
+"""Where records come from: files, Hugging Face directories, generated tasks, the user's own function.
+
+A source yields records one by one, each with a name for messages (`data/train.jsonl line 17`) and a stable id
+(`train.jsonl:17`). Nothing is known here of prompts or tokens. Every defect of the data is one DataError that names
+the place; `where` is the setting it came from (`data`, `eval.data`, `warmup`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.data import DataConfig
+from asyncrl.data.dotted_path import resolve_dotted_path
+from asyncrl.errors import ConfigError, DataError
+
+_GENERATED_SIZE = 1000  # records of a generated task when no size is given; reasoning-gym's own default is 500
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a source."""
+
+    record_id: str
+    """Stable and unique within the source."""
+    place: str
+    """Where it stands, for messages."""
+    fields: dict[str, Any]
+
+
+def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]:
+    """Yields the records that `config` names, `config.size` at most. Raises DataError, also while iterating."""
+    source = config.source
+    if not source:
+        raise ConfigError(f"{where}.source is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or module:function")
+    path = Path(source)
+    if source.startswith("reasoning_gym:"):
+        records = _reasoning_gym(config, where)
+    elif path.is_dir():
+        records = _directory(path, config, where)
+    elif path.suffix in _READERS:
+        records = _file(path, path.name, where)
+    elif ":" in source and "/" not in source:
+        records = _function(config, where)
+    elif path.exists():
+        raise DataError(f"{where}.source: {source} is neither .jsonl nor .parquet nor a directory")
+    else:
+        raise DataError(f"{where}.source: {source} does not exist (relative to {Path.cwd()})")
+    return itertools.islice(records, config.size)
+
+
+def _file(path: Path, name: str, where: str) -> Iterator[Record]:
+    if not path.is_file():
+        raise DataError(f"{where}.source: {path} does not exist (relative to {Path.cwd()})")
+    return _READERS[path.suffix](path, name, where)
+
+
+def _jsonl(path: Path, name: str, where: str) -> Iterator[Record]:
+    decoder = msgspec.json.Decoder()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if not text:
+                continue
+            try:
+                fields = decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise DataError(f"{where}: {path} line {number}: not valid JSON ({error})") from error
+            if not isinstance(fields, dict):
+                raise DataError(f"{where}: {path} line {number}: expected a JSON object, found {type(fields).__name__}")
+            yield Record(f"{name}:{number}", f"{path} line {number}", fields)
+
+
+def _parquet(path: Path, name: str, where: str) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        row = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for fields in batch.to_pylist():
+                yield Record(f"{name}:{row}", f"{path} row {row}", fields)
+                row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{where}: {path} cannot be read as parquet ({error})") from error
+
+
+_READERS = {".jsonl": _jsonl, ".parquet": _parquet}
+
+
+def _directory(path: Path, config: DataConfig, where: str) -> Iterator[Record]:
+    """A dataset saved with `save_to_disk`, or any directory of .parquet or .jsonl files."""
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _saved_dataset(path, config.split, where)
+    for suffix in (".parquet", ".jsonl"):
+        files = sorted(path.rglob(f"*{suffix}"))
+        if files:
+            chosen = _files_of_split(path, files, config.split, where)
+            return itertools.chain.from_iterable(_file(f, str(f.relative_to(path)), where) for f in chosen)
+    raise DataError(f"{where}.source: {path} holds no saved dataset and no .parquet or .jsonl file")
+
+
+def _files_of_split(path: Path, files: list[Path], split: str | None, where: str) -> list[Path]:
+    """Files are of a split when their name, or their folder, begins with it: `train-00000-of-00001.parquet`, `train/0.parquet`."""
+
+    def belongs(file: Path, name: str) -> bool:
+        return any(part == name or part.startswith((f"{name}-", f"{name}.", f"{name}_")) for part in file.relative_to(path).parts)
+
+    if split is not None:
+        chosen = [f for f in files if belongs(f, split)]
+        if not chosen:
+            names = ", ".join(str(f.relative_to(path)) for f in files[:8])
+            raise DataError(f"{where}.split: no file of {path} belongs to split {split!r} (found: {names})")
+        return chosen
+    return [f for f in files if belongs(f, "train")] or files
+
+
+def _saved_dataset(path: Path, split: str | None, where: str) -> Iterator[Record]:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # datasets raises many kinds for a damaged directory
+        raise DataError(f"{where}.source: {path} is not a readable dataset directory ({error})") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        name = split or ("train" if "train" in loaded else next(iter(loaded), None) if len(loaded) == 1 else None)
+        if name not in loaded:
+            raise DataError(f"{where}.split: {path} has the splits {', '.join(map(str, loaded))}; set {where}.split to one of them")
+        loaded = loaded[name]
+    for row, fields in enumerate(loaded):
+        yield Record(f"{path.name}:{row}", f"{path} row {row}", dict(fields))
+
+
+def _reasoning_gym(config: DataConfig, where: str) -> Iterator[Record]:
+    """Entries of a procedural task; question and answer are found under `prompt_key` and `answer_key` too."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task = config.source.removeprefix("reasoning_gym:")
+    if task not in DATASETS:
+        close = [name for name in DATASETS if task and (task in name or name in task)][:5]
+        raise DataError(f"{where}.source: reasoning_gym has no task {task!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+    size = config.size or _GENERATED_SIZE
+    try:
+        dataset = reasoning_gym.create_dataset(task, **({"seed": config.seed, "size": size} | config.args))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"{where}.args: reasoning_gym task {task!r} refused {config.args} ({error})") from error
+    for index in range(len(dataset)):
+        entry = dataset[index]
+        fields = {**entry, config.prompt_key: entry["question"]}
+        if config.answer_key is not None:
+            fields[config.answer_key] = entry["answer"]
+        yield Record(f"{task}:{index}", f"{config.source} entry {index}", fields)
+
+
+def _function(config: DataConfig, where: str) -> Iterator[Record]:
+    """Calls the user's function with `args`, and with `seed` and `size` where it has parameters of these names."""
+    function = resolve_dotted_path(config.source, setting=f"{where}.source", error=DataError)
+    parameters = inspect.signature(function).parameters
+    offered = {"seed": config.seed} | ({"size": config.size} if config.size is not None else {})
+    kwargs = {name: value for name, value in offered.items() if name in parameters} | config.args
+    number = 0
+    try:
+        for fields in function(**kwargs):
+            if not isinstance(fields, dict):
+                raise DataError(f"{where}: {config.source} record {number}: expected a dict, found {type(fields).__name__}")
+            yield Record(f"{config.source}:{number}", f"{config.source} record {number}", fields)
+            number += 1
+    except DataError:
+        raise
+    except Exception as error:  # the user's own code
+        raise DataError(f"{where}: {config.source} failed after {number} records ({type(error).__name__}: {error})") from error
