@@ -13,7 +13,8 @@ class DataConfig(Section):
     """One source of prompts."""
 
     source: str = ""
-    """A .jsonl or .parquet file, a Hugging Face dataset directory, `reasoning_gym:TASK`, or a dotted path `package.module:function` that returns an iterable of dicts."""
+    """A .jsonl or .parquet file, a Hugging Face dataset directory, `reasoning_gym:TASK`, or a dotted path
+    `package.module:function` that returns an iterable of dicts."""
 
     split: str | None = None
     """Split of a Hugging Face dataset directory; None takes `train`, or the only one."""

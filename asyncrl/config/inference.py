@@ -12,28 +12,32 @@ from asyncrl.config.base import Section
 class EngineConfig(Section):
     """The SGLang engines that generate."""
 
-    num_engines: int | None = Field(None, ge=1)
+    num_engines: int | None = Field(default=None, ge=1)
     """Engines to start; None: as many as the free GPUs hold, or one on CPU."""
 
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of one engine."""
 
     gpus: tuple[int, ...] | None = None
     """GPUs for the engines, by index among the visible ones; None takes those that no trainer rank uses."""
 
+    colocate: bool = False
+    """Put engines on the trainer ranks' GPUs, memory offloaded around training; always so where there is one GPU."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto is cuda when the job sees a GPU."""
 
-    max_total_tokens: int | None = Field(None, ge=1)
+    max_total_tokens: int | None = Field(default=None, ge=1)
     """Size of the KV pool in tokens; None: 65536 on CPU, the engine's own choice on GPU."""
 
-    max_running_requests: int | None = Field(None, ge=1)
+    max_running_requests: int | None = Field(default=None, ge=1)
     """Requests that one engine decodes at once; None: 128 on CPU, the engine's own choice on GPU."""
 
     server_args: dict[str, Any] = Field(default_factory=dict)
-    """Any other SGLang server argument, by its name with underscores (for example {chunked_prefill_size = 2048}); checked against the engine's own list."""
+    """Any other SGLang server argument, by its name with underscores (for example {chunked_prefill_size = 2048});
+    checked against the engine's own list."""
 
-    start_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time from spawn to the first real generation."""
 
     cpus: tuple[int, ...] | None = None
@@ -46,10 +50,10 @@ class RouterConfig(Section):
     policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = "round_robin"
     """How the router picks an engine."""
 
-    port: int | None = Field(None, ge=1, le=65535)
+    port: int | None = Field(default=None, ge=1, le=65535)
     """Port on loopback; None picks a free one. A given port that is taken is an error."""
 
-    start_timeout_s: float = Field(120.0, gt=0)
+    start_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time until the router answers."""
 
 
@@ -59,14 +63,15 @@ class WeightsConfig(Section):
     transport: Literal["auto", "broadcast", "tensor", "disk"] = "auto"
     """auto: tensor handover where an engine shares the trainer's GPU, else broadcast (NCCL on GPU, gloo on CPU)."""
 
-    bucket_mib: int = Field(64, ge=1)
+    bucket_mib: int = Field(default=64, ge=1)
     """Size of one transfer bucket in MiB."""
 
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for one bucket; past it the peer counts as hung."""
 
-    attempts: int = Field(2, ge=1)
+    attempts: int = Field(default=2, ge=1)
     """Transfers tried within one publication before it fails."""
 
     verify: Literal["first", "always", "never"] = "first"
-    """Compare the checksums of engines among themselves and with the trainer's shapes: on the first publication, on each, or never."""
+    """Compare the checksums of engines among themselves and with the trainer's shapes: on the first publication, on
+    each, or never."""

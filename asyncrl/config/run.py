@@ -18,7 +18,8 @@ class RunConfig(Section):
     """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
 
     if_exists: Literal["error", "new", "overwrite"] = "error"
-    """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), or erase the old run."""
+    """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), or erase the old
+    run."""
 
     export: bool = True
     """Write a Hugging Face export of the final policy into the run directory."""
@@ -29,14 +30,14 @@ class RunConfig(Section):
     display: Literal["auto", "live", "plain"] = "auto"
     """Live table on a terminal, plain lines elsewhere."""
 
-    stop_grace_s: float = Field(12.0, gt=0)
+    stop_grace_s: float = Field(default=12.0, gt=0)
     """Longest time to dispose after SIGINT or SIGTERM before everything is killed."""
 
 
 class EvalConfig(Section):
     """Greedy evaluation on held-out prompts."""
 
-    every: int | None = Field(None, ge=1)
+    every: int | None = Field(default=None, ge=1)
     """Evaluate before every n-th step; None only at start and end."""
 
     at_start: bool = True
@@ -48,17 +49,17 @@ class EvalConfig(Section):
     data: DataConfig | None = None
     """Held-out prompts; None does no evaluation."""
 
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest response; None takes rollout.max_new_tokens."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
 
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
     """Samples per held-out prompt."""
 
     threshold: float = 1.0
     """A sample counts as correct when its reward is at least this; accuracy is the mean of that."""
 
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Longest evaluation; past it the point is skipped with a reason."""

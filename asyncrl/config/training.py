@@ -12,74 +12,74 @@ from asyncrl.config.base import Section
 class TrainConfig(Section):
     """GRPO training."""
 
-    num_steps: int | None = Field(100, ge=0)
+    num_steps: int | None = Field(default=100, ge=0)
     """Rollout batches to train; None trains `num_epochs` of the data."""
 
-    num_epochs: int = Field(1, ge=1)
+    num_epochs: int = Field(default=1, ge=1)
     """Passes over the data when num_steps is None."""
 
     loss: Literal["grpo", "sft"] = "grpo"
     """grpo: clipped policy gradient with group-relative advantages; sft: cross entropy on the responses."""
 
-    lr: float = Field(1e-5, ge=0)
+    lr: float = Field(default=1e-5, ge=0)
     """Peak learning rate."""
 
-    lr_warmup_steps: int = Field(0, ge=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
 
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, down to 0 at the last step."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of Adam."""
 
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's first moment."""
 
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of Adam's second moment."""
 
-    adam_eps: float = Field(1e-8, gt=0)
+    adam_eps: float = Field(default=1e-8, gt=0)
     """Added to Adam's denominator."""
 
-    grad_clip: float = Field(1.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
 
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
     """Ratio is clipped above at 1 + clip_high."""
 
     normalize_advantages: bool = True
     """Divide group-relative advantages by the group's standard deviation (GRPO); False is Dr. GRPO."""
 
-    minibatches: int = Field(1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per rollout batch; prompt groups are split among them whole."""
 
-    max_tokens_per_microbatch: int = Field(8192, ge=1)
+    max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Packing budget of one forward pass, in tokens, per rank."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A NaN or infinite loss or gradient stops the run (batch saved), or skips that optimizer step."""
 
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one copy of the model; the other ranks are data parallel."""
 
     seed: int = 1234
     """Seed of the trainer."""
 
-    init_timeout_s: float = Field(600.0, gt=0)
+    init_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time until every rank has built its model."""
 
-    step_timeout_s: float = Field(1800.0, gt=0)
+    step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
 
 
 class WarmupConfig(Section):
     """Supervised training of the policy before the first rollout (same trainer, own optimizer state)."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 does no warm-up."""
 
     source: str = ""
@@ -88,16 +88,16 @@ class WarmupConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Like data.args."""
 
-    size: int | None = Field(None, ge=1)
+    size: int | None = Field(default=None, ge=1)
     """Like data.size."""
 
     response_key: str = "response"
     """Field that holds the target text."""
 
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Sequences per optimizer step."""
 
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
     """Learning rate, constant after a tenth of the steps."""
 
     seed: int = 0

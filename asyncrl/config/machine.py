@@ -1,0 +1,84 @@
+"""What the job finds on this machine: its ranks, its GPUs and its cores, without importing torch.
+
+Invariants
+- `visible_gpus` and everything else that decides is a pure function; only `Machine.detect` looks at the machine.
+- A GPU is named by its position among those that this process may use, as torch numbers them; `gpus[i]` is what
+  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i, so masks and UUIDs set for the whole job are kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The part of a machine that placement and validation look at."""
+
+    world_size: int = 1
+    """Trainer ranks of the job, as torchrun started them."""
+    local_world_size: int = 1
+    """Trainer ranks on this node."""
+    rank: int = 0
+    """This process's own rank."""
+    gpus: tuple[str, ...] = ()
+    """Per visible GPU, its name for CUDA_VISIBLE_DEVICES: an index or a UUID."""
+    cpus: tuple[int, ...] = (0,)
+    """Cores that this process may run on."""
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] = os.environ) -> Machine:
+        """This machine, from torchrun's environment, the NVIDIA driver and the scheduler."""
+        mask = environ.get("CUDA_VISIBLE_DEVICES")
+        world_size = int(environ.get("WORLD_SIZE", "1"))
+        return cls(
+            world_size=world_size,
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+            rank=int(environ.get("RANK", "0")),
+            # An empty mask is how a job says "no GPU": the driver need not be asked.
+            gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
+            cpus=tuple(sorted(os.sched_getaffinity(0))),
+        )
+
+
+def installed_gpus() -> tuple[str, ...]:
+    """UUIDs of the GPUs that the NVIDIA driver shows here, in its order; empty without a driver."""
+    import pynvml  # type: ignore[import-untyped]
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
+    """Names of the GPUs that CUDA would show under `mask`, given the UUIDs of those installed.
+
+    Follows CUDA's own rules: no mask shows all; the first entry that names no GPU ends the list; a UUID may be
+    abbreviated while it stays unique; an entry given twice hides everything; of MIG slices only the first counts.
+    """
+    if mask is None:
+        return tuple(str(i) for i in range(len(installed)))
+    names: list[str] = []
+    seen: set[str] = set()
+    for entry in (e.strip() for e in mask.split(",")):
+        if entry.startswith("MIG-"):
+            return (*names, entry) if installed and not names else tuple(names)
+        if entry.isdigit():
+            matches = [installed[int(entry)]] if int(entry) < len(installed) else []
+        else:
+            matches = [uuid for uuid in installed if entry.startswith("GPU-") and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        if matches[0] in seen:
+            return ()
+        seen.add(matches[0])
+        names.append(entry)
+    return tuple(names)
