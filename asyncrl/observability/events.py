@@ -3,21 +3,49 @@
 Invariants
 - A line is written whole, in one write, and never changed; readers may follow the file.
 - Every line carries schema version, job attempt, wall time and kind; the rest are the event's own fields.
-- Emitting never raises and never blocks for long: a full disk is counted (`dropped`), not fatal.
+- Emitting never raises and never blocks for long: a full disk is counted (`dropped`), not fatal, and once
+  there is room again the log itself says how many lines are missing.
+- A kind belongs to one class. Each package declares the events that it emits, in its own `events.py`; those of the
+  job as a whole are declared here. `event_kinds` lists them all.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import importlib
+import pkgutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
+import asyncrl
+from asyncrl.observability.line_file import UNREADABLE, LineFile, encode_line, read_lines, to_plain
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "UNREADABLE",
+    "CheckpointWritten",
+    "Event",
+    "EventKind",
+    "EventLog",
+    "EventsLost",
+    "FaultSeen",
+    "JobEnded",
+    "JobStarted",
+    "StepFinished",
+    "event_kinds",
+    "read_events",
+]
+
 SCHEMA_VERSION = 1
+
+_RECENT = 1000
+_KINDS: dict[str, type[Event]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,32 +54,159 @@ class Event:
 
     kind: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        kind = cls.__dict__.get("kind")
+        if kind is None:  # a base that only shares fields
+            return
+        # A slotted dataclass is created twice, so the same name from the same module replaces itself.
+        other = _KINDS.get(kind)
+        if other is not None and (other.__module__, other.__name__) != (cls.__module__, cls.__name__):
+            raise TypeError(f"event kind {kind!r} is declared by {other.__module__}.{other.__name__} already")
+        _KINDS[kind] = cls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStarted(Event):
+    """The driver began an attempt of the job."""
+
+    kind: ClassVar[str] = "job_started"
+    pid: int
+    ranks: int
+    """Trainer ranks."""
+    total_steps: int | None = None
+    """Steps that the job means to train; None when that is given in epochs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnded(Event):
+    """The driver is about to exit; a log whose last attempt lacks this line belongs to a job that was killed."""
+
+    kind: ClassVar[str] = "job_ended"
+    reason: str
+    """`finished`, `stopped by SIGTERM`, or the message of the error."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished(Event):
+    """A training step is complete: its batch was trained and committed, its weights published."""
+
+    kind: ClassVar[str] = "step_finished"
+    step: int
+    """Steps trained so far, this one included."""
+    seconds: float
+    version: str | None = None
+    """Weights that are published now, as `attempt.step`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten(Event):
+    """A checkpoint or an export is complete on disk."""
+
+    kind: ClassVar[str] = "checkpoint_written"
+    step: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSeen(Event):
+    """Something went wrong that the job may survive."""
+
+    kind: ClassVar[str] = "fault_seen"
+    component: str
+    """Who is at fault, as people call it: `engine-0`, `event loop`, `trainer rank 1`."""
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsLost(Event):
+    """Lines before this one could not be written (for example because the disk was full)."""
+
+    kind: ClassVar[str] = "events_lost"
+    count: int
+
 
 class EventLog:
-    """Appends events to a file; safe from any thread. `None` as path keeps them in memory only (tests)."""
+    """Appends events to a file; safe from any thread. `None` as path keeps them in memory only (tests).
+
+    Raises RunDirectoryError when the file cannot be opened.
+    """
 
     def __init__(self, path: Path | None, attempt: int = 0) -> None:
         self.attempt = attempt
-        self.dropped = 0
         self.recent: list[dict[str, Any]] = []
+        """The latest lines, oldest first; at least the last 1000."""
         self._lock = threading.Lock()
-        self._fd = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = None if path is None else LineFile(path)
+        self._told_lost = 0
+
+    @property
+    def dropped(self) -> int:
+        """Lines that could not be written."""
+        return 0 if self._file is None else self._file.lost
 
     def emit(self, event: Event) -> None:
-        line = {"v": SCHEMA_VERSION, "attempt": self.attempt, "time": time.time(), "kind": event.kind}
-        line |= msgspec.to_builtins(event)
+        """Appends one event."""
         with self._lock:
+            line = self._line(event)
             self.recent.append(line)
-            del self.recent[:-1000]
-            if self._fd is None:
+            if len(self.recent) >= 2 * _RECENT:
+                del self.recent[:-_RECENT]
+            if self._file is None:
                 return
-            try:
-                os.write(self._fd, msgspec.json.encode(line) + b"\n")
-            except OSError:
-                self.dropped += 1
+            lost = self._file.lost
+            data = encode_line(line)
+            if lost > self._told_lost:
+                data = encode_line(self._line(EventsLost(count=lost - self._told_lost))) + data
+            if self._file.append(data):
+                self._told_lost = lost
 
     def close(self) -> None:
-        with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+        """Closes the file; what is emitted later is kept in `recent` only."""
+        if self._file is not None:
+            self._file.close()
+
+    def _line(self, event: Event) -> dict[str, Any]:
+        line: dict[str, Any] = {"v": SCHEMA_VERSION, "attempt": self.attempt, "time": time.time(), "kind": event.kind}
+        line.update(msgspec.to_builtins(event, enc_hook=to_plain))
+        return line
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of an event log, in order, whatever their kind.
+
+    A torn last line is left out; a damaged line elsewhere becomes `{"kind": "unreadable", "line": n, "text": ...}`.
+    """
+    return read_lines(path)
+
+
+@dataclass(frozen=True, slots=True)
+class EventKind:
+    """What can stand in a log under one kind."""
+
+    kind: str
+    declared_in: str
+    """Module of its class."""
+    doc: str
+    fields: dict[str, str]
+    """Type of each field as it is written in the class."""
+    schema: dict[str, Any]
+    """JSON schema of the event's own fields."""
+
+
+def event_kinds() -> tuple[EventKind, ...]:
+    """Every kind that the package declares, sorted; imports each `asyncrl.*.events` module to find them."""
+    for module in pkgutil.walk_packages(asyncrl.__path__, "asyncrl."):
+        if module.name.endswith(".events"):
+            importlib.import_module(module.name)
+    return tuple(
+        EventKind(
+            kind=kind,
+            declared_in=cls.__module__,
+            doc=(cls.__doc__ or "").strip(),
+            fields={f.name: str(f.type) for f in dataclasses.fields(cls)},
+            schema=msgspec.json.schema(cls),
+        )
+        for kind, cls in sorted(_KINDS.items())
+    )

@@ -1,0 +1,199 @@
+"""Logging of a job's processes: people read the terminal, programs read `<run>/logs/driver.jsonl`.
+
+Invariants
+- What structlog, the standard library's logging and `warnings` say comes out alike, with rank and component.
+- A JSON line is in the file when the logging call returns; the terminal is served by a thread and never waited for.
+- What libraries say about parts that this project does without (Transformer Engine, Apex) is kept out of both.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import structlog
+
+from asyncrl.observability.line_file import LineFile, encode_line
+from asyncrl.observability.terminal import TerminalWriter
+
+QUIET_LOGGERS: Mapping[str, int] = {
+    "aiohttp.access": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "datasets": logging.WARNING,
+    "filelock": logging.WARNING,
+    "fsspec": logging.WARNING,
+    "httpcore": logging.WARNING,
+    "httpx": logging.WARNING,
+    "matplotlib": logging.WARNING,
+    "megatron": logging.WARNING,
+    "numexpr": logging.WARNING,
+    "PIL": logging.WARNING,
+    "torch": logging.WARNING,
+    "torch.utils.cpp_extension": logging.ERROR,  # "No CUDA runtime is found", on every machine without one
+    "transformers": logging.ERROR,
+    "urllib3": logging.WARNING,
+}
+"""Least level that each chatty library may log at."""
+
+QUIET_WARNINGS: tuple[tuple[str, str], ...] = (
+    (r".*(Transformer Engine|Apex|apex|transformer_engine|TransformerEngine).*", r"megatron\."),
+)
+"""Warnings to ignore, as (message, module) patterns."""
+
+_COLORS = {"warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31;1m", "debug": "\x1b[2m"}
+_RESET, _DIM = "\x1b[0m", "\x1b[2m"
+
+
+def get_logger(component: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose lines bear `component`: `driver`, `controller`, `engine-0`, ..."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(f"asyncrl.{component}", component=component)
+    return logger
+
+
+def quiet_libraries() -> None:
+    """Silences what libraries say while they are imported; call it before importing torch or megatron."""
+    for name, level in QUIET_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)
+    for message, module in QUIET_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, module=module)
+
+
+def human_line(record: Mapping[str, Any], *, color: bool) -> str:
+    """`17:13:42 driver: router is up  port=31000`; level and rank are named where they are unusual."""
+    shown = dict(record)
+    level = shown.pop("level", "info")
+    clock = time.strftime("%H:%M:%S", time.localtime(shown.pop("time", None)))
+    rank = shown.pop("rank", 0)
+    who = str(shown.pop("component", None) or shown.get("logger", "job"))
+    shown.pop("logger", None)
+    exception = shown.pop("exception", None)
+    event = shown.pop("event", "")
+    who += f" (rank {rank})" if rank else ""
+    prefix = f"{clock} {who}: "
+    if level not in ("info", "debug"):
+        prefix += f"{level}: "
+    fields = "  ".join(f"{key}={value}" for key, value in shown.items())
+    text = f"{prefix}{event}" + (f"  {fields}" if fields else "")
+    if color and level in _COLORS:
+        text = f"{_COLORS[level]}{text}{_RESET}"
+    elif color:
+        text = f"{_DIM}{prefix}{_RESET}{event}" + (f"  {_DIM}{fields}{_RESET}" if fields else "")
+    return text + (f"\n{exception}" if exception else "") + "\n"
+
+
+class _RecordHandler(logging.Handler):
+    """Turns a standard record into a flat mapping and hands it on."""
+
+    def __init__(self, rank: int, component: str) -> None:
+        super().__init__()
+        self._identity = {"rank": rank, "component": component}
+
+    def record(self, record: logging.LogRecord) -> dict[str, Any]:
+        fields: dict[str, Any] = {"time": record.created, "level": record.levelname.lower(), "logger": record.name}
+        fields |= self._identity
+        if isinstance(record.msg, dict):  # from structlog: already a mapping
+            fields |= record.msg
+        else:
+            if not record.name.startswith("asyncrl"):
+                fields["component"] = record.name
+            fields["event"] = record.getMessage()
+        if record.exc_info and "exception" not in fields:
+            fields["exception"] = logging.Formatter().formatException(record.exc_info)
+        return fields
+
+
+class _FileHandler(_RecordHandler):
+    def __init__(self, file: LineFile, rank: int, component: str) -> None:
+        super().__init__(rank, component)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.append(encode_line(self.record(record)))
+        except Exception:  # a record with broken arguments must not end the job; logging's own way to say so
+            self.handleError(record)
+
+
+class _TerminalHandler(_RecordHandler):
+    def __init__(self, writer: TerminalWriter, color: bool, rank: int, component: str) -> None:
+        super().__init__(rank, component)
+        self._writer = writer
+        self._color = color
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.write(human_line(self.record(record), color=self._color))
+        except Exception:  # as above
+            self.handleError(record)
+
+
+def _as_record(
+    _logger: object, _method: str, event_dict: MutableMapping[str, Any]
+) -> tuple[tuple[MutableMapping[str, Any]], dict[str, Any]]:
+    """Last step of structlog's chain: the mapping becomes the message of a standard record."""
+    return (event_dict,), {}
+
+
+@contextmanager
+def logging_to(
+    run_dir: Path | None,
+    *,
+    rank: int = 0,
+    component: str = "driver",
+    level: str = "INFO",
+    stream: TextIO | None = None,
+) -> Iterator[TerminalWriter]:
+    """Sets up logging of this process for as long as it is entered; yields the terminal's writer, for `flush`.
+
+    JSON lines go to `<run_dir>/logs/driver.jsonl` (`rank-N.jsonl` for other ranks). Ranks other than 0 show only
+    warnings on the terminal. Without a `stream` that is stderr as it stands at each line, so that a live display,
+    which redirects it, can move lines above itself.
+
+    Raises RunDirectoryError when the log file cannot be opened.
+    """
+    file = None
+    if run_dir is not None:
+        logs = run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        file = LineFile(logs / ("driver.jsonl" if rank == 0 else f"rank-{rank}.jsonl"))
+    writer = TerminalWriter(lambda: stream or sys.stderr)
+    terminal = _TerminalHandler(writer, (stream or sys.stderr).isatty(), rank, component)
+    terminal.setLevel(level if rank == 0 else logging.WARNING)
+    handlers: list[logging.Handler] = [terminal]
+    if file is not None:
+        handlers.append(_FileHandler(file, rank, component))
+
+    root = logging.getLogger()
+    before, level_before = root.handlers[:], root.level
+    structlog_before = structlog.get_config()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.filter_by_level,
+            structlog.processors.format_exc_info,
+            _as_record,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    quiet_libraries()
+    logging.captureWarnings(True)
+    try:
+        yield writer
+    finally:
+        logging.captureWarnings(False)
+        structlog.configure(**structlog_before)
+        root.handlers[:] = before
+        root.setLevel(level_before)
+        writer.close()
+        if file is not None:
+            file.close()

@@ -1,0 +1,148 @@
+"""The numbers of a run: one JSON line per step in metrics.jsonl, and where the wall time went.
+
+Invariants
+- Keys are flat and named `section/name`: `rollout/reward_mean`, `train/loss`, `time/generate_s`, `weights/pause_s`.
+- A line holds finite numbers only; what is NaN or infinite stands as null and is named, as text, under `nonfinite`.
+- The phases of a step do not overlap: their seconds add up to the step's wall time exactly, with `other` as the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from asyncrl.errors import RunDirectoryError
+from asyncrl.observability.line_file import UNREADABLE, LineFile, encode_line, read_lines
+
+_KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.@-]+)+")
+
+OTHER = "other"
+"""The phase of all time that no named phase covers."""
+
+
+def metric_line(step: int, attempt: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
+    """The record of one step. Raises ValueError for a key that is not `section/name`, TypeError for a non-number."""
+    line: dict[str, Any] = {"step": step, "attempt": attempt, "time": time.time()}
+    nonfinite: dict[str, str] = {}
+    for key, value in metrics.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"metric {key!r} is not named section/name")
+        if isinstance(value, str):
+            raise TypeError(f"metric {key} is text ({value!r}), not a number")
+        number = float(value)
+        if math.isfinite(number):
+            line[key] = value if type(value) is int else number
+        else:
+            line[key] = None
+            nonfinite[key] = str(number)
+    if nonfinite:
+        line["nonfinite"] = nonfinite
+    return line
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl; safe from any thread. Raises RunDirectoryError when the file cannot be opened."""
+
+    def __init__(self, path: Path, attempt: int = 0) -> None:
+        self._file = LineFile(path)
+        self._attempt = attempt
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Appends the numbers of `step` (steps trained so far, this one included; 0 is before training).
+
+        Raises RunDirectoryError when the line does not reach the file: a run whose results cannot be kept should end.
+        """
+        if not self._file.append(encode_line(metric_line(step, self._attempt, metrics))):
+            reason = self._file.last_error.strerror if self._file.last_error else "the file is closed"
+            raise RunDirectoryError(
+                f"{self._file.path}: step {step} could not be written ({reason}); free space there and run again"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a metrics.jsonl in order; a step that was trained again in a later attempt appears again."""
+    return (line for line in read_lines(path) if line.get("kind") != UNREADABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Where the wall time of a step, or of a whole run, went."""
+
+    seconds: float
+    phases: Mapping[str, float]
+    """Seconds by phase, in order of first appearance, `other` last; they sum to `seconds`."""
+
+    def metrics(self) -> dict[str, float]:
+        """`time/step_s` and `time/<phase>_s`."""
+        return {"time/step_s": self.seconds} | {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
+
+
+class StepTimer:
+    """Accounts for every moment between its creation and now, each to one phase.
+
+        with timer.phase("generate"): ...      # may nest: the inner phase's time is not the outer's
+        step_time = timer.finish_step()
+
+    Phases in use: startup, generate, train, publish, eval, other. `on_phase` (say, a display's `phase`) hears of
+    each change. Not for concurrent tasks: it times the one that drives the loop.
+    """
+
+    def __init__(
+        self, *, on_phase: Callable[[str], None] | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._on_phase = on_phase
+        self._stack: list[tuple[object, str]] = []
+        self._mark = clock_ns()
+        self._step_ns: dict[str, int] = {}
+        self._total_ns: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time of its body as `name`."""
+        token = object()
+        self._account()
+        self._stack.append((token, name))
+        self._tell()
+        try:
+            yield
+        finally:
+            self._account()
+            self._stack = [entry for entry in self._stack if entry[0] is not token]
+            self._tell()
+
+    def finish_step(self) -> StepTime:
+        """Closes the step that began at the last call (or at creation) and begins the next."""
+        self._account()
+        step, self._step_ns = self._step_ns, {}
+        return self._as_time(step)
+
+    def totals(self) -> StepTime:
+        """All time since creation, the unfinished step included."""
+        self._account()
+        return self._as_time(self._total_ns)
+
+    def _account(self) -> None:
+        now = self._clock_ns()
+        elapsed, self._mark = now - self._mark, now
+        name = self._stack[-1][1] if self._stack else OTHER
+        for account in (self._step_ns, self._total_ns):
+            account[name] = account.get(name, 0) + elapsed
+
+    def _tell(self) -> None:
+        if self._on_phase is not None:
+            self._on_phase(self._stack[-1][1] if self._stack else OTHER)
+
+    @staticmethod
+    def _as_time(account: Mapping[str, int]) -> StepTime:
+        named = {name: ns / 1e9 for name, ns in account.items() if name != OTHER}
+        return StepTime(sum(account.values()) / 1e9, named | {OTHER: account.get(OTHER, 0) / 1e9})
