@@ -1,0 +1,137 @@
+"""Which rank computes which samples in which forward pass: pure, and the same on every rank.
+
+Invariants
+- Every sample that has a trained token is in exactly one micro-batch of exactly one data-parallel rank of one optimizer step.
+- A prompt group is in one optimizer step only (its advantages are relative to each other).
+- Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively; a rank without
+  samples of its own runs the step's shortest one uncounted.
+- Ranks may run different numbers of micro-batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one forward pass, longest first."""
+
+    samples: tuple[int, ...]
+    """Indices into the batch."""
+    counted: bool = True
+    """False: computed only because the rank must take part; adds nothing to loss, gradient or metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step: the micro-batches of each data-parallel rank."""
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """All samples that count, in no particular order."""
+        return tuple(i for rank in self.ranks for micro_batch in rank if micro_batch.counted for i in micro_batch.samples)
+
+
+def plan_steps(
+    lengths: Sequence[int],
+    group_index: Sequence[int],
+    trained: Sequence[bool],
+    *,
+    data_parallel: int,
+    max_tokens: int,
+    minibatches: int = 1,
+) -> tuple[StepPlan, ...]:
+    """Plans the optimizer steps of one batch.
+
+    Args:
+        lengths: tokens of each sample, prompt and response.
+        group_index: prompt group of each sample.
+        trained: whether a sample has any token to train on; the others are left out.
+        data_parallel: copies of the model.
+        max_tokens: budget of a micro-batch; a longer sample gets a micro-batch of its own.
+        minibatches: optimizer steps; fewer where there are fewer groups.
+
+    Returns:
+        At most `minibatches` plans, none of them empty; () where nothing is trained.
+    """
+    groups = sorted({g for g, keep in zip(group_index, trained, strict=True) if keep})
+    steps = min(minibatches, len(groups))
+    step_of = {group: position * steps // len(groups) for position, group in enumerate(groups)}
+    plans = []
+    for step in range(steps):
+        samples = [i for i, group in enumerate(group_index) if trained[i] and step_of[group] == step]
+        shards = split_evenly(samples, lengths, data_parallel)
+        spare = MicroBatch((min(samples, key=lambda i: lengths[i]),), counted=False)
+        plans.append(StepPlan(tuple(pack(shard, lengths, max_tokens) or (spare,) for shard in shards)))
+    return tuple(plans)
+
+
+def split_evenly(samples: Sequence[int], lengths: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Splits `samples` into `parts` of about equal tokens: longest first, each to the part that has the fewest so far."""
+    shards: list[list[int]] = [[] for _ in range(parts)]
+    load = [(0, part) for part in range(parts)]
+    for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
+        tokens, part = heapq.heappop(load)
+        shards[part].append(sample)
+        heapq.heappush(load, (tokens + lengths[sample], part))
+    return tuple(tuple(shard) for shard in shards)
+
+
+def pack(samples: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[MicroBatch, ...]:
+    """Cuts `samples`, sorted by length, into runs of at most `max_tokens`: neighbours of like length waste least in attention."""
+    micro_batches: list[MicroBatch] = []
+    current: list[int] = []
+    tokens = 0
+    for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
+        if current and tokens + lengths[sample] > max_tokens:
+            micro_batches.append(MicroBatch(tuple(current)))
+            current, tokens = [], 0
+        current.append(sample)
+        tokens += lengths[sample]
+    if current:
+        micro_batches.append(MicroBatch(tuple(current)))
+    return tuple(micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRun:
+    """Consecutive sequences of a packed micro-batch that are attended as one padded batch."""
+
+    start: int
+    """First token of the run."""
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+_PADDING_PER_TOKEN = 0.25
+"""Padding that a run may hold per real token: past it, a further kernel call is cheaper than the wasted arithmetic."""
+_PADDING_FREE = 256
+"""Padding tokens that always pay, being cheaper than a further kernel call."""
+
+
+def attention_runs(lengths: Sequence[int]) -> tuple[AttentionRun, ...]:
+    """Cuts packed sequences, in order, into runs whose padding stays small; sorted lengths give the fewest runs."""
+    runs: list[AttentionRun] = []
+    start = first = 0
+    for i in range(1, len(lengths) + 1):
+        if i < len(lengths):
+            tokens = sum(lengths[first : i + 1])
+            padding = max(lengths[first : i + 1]) * (i + 1 - first) - tokens
+            if padding <= _PADDING_PER_TOKEN * tokens + _PADDING_FREE:
+                continue
+        runs.append(AttentionRun(start, tuple(lengths[first:i])))
+        start += runs[-1].tokens
+        first = i
+    return tuple(runs)
