@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -95,7 +96,7 @@ class LineFile:
             if written > 0:
                 self._torn = data[written - 1 : written] != b"\n"
             self.lost += 1
-            self.last_error = OSError("only a part of the line could be written")
+            self.last_error = OSError(errno.ENOSPC, "no space for the whole line")
             return False
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import warnings
@@ -102,7 +103,7 @@ class _RecordHandler(logging.Handler):
         else:
             if not record.name.startswith("asyncrl"):
                 fields["component"] = record.name
-            fields["event"] = record.getMessage()
+            fields["event"] = record.getMessage().rstrip()
         if record.exc_info and "exception" not in fields:
             fields["exception"] = logging.Formatter().formatException(record.exc_info)
         return fields
@@ -163,7 +164,8 @@ def logging_to(
         logs.mkdir(parents=True, exist_ok=True)
         file = LineFile(logs / ("driver.jsonl" if rank == 0 else f"rank-{rank}.jsonl"))
     writer = TerminalWriter(lambda: stream or sys.stderr)
-    terminal = _TerminalHandler(writer, (stream or sys.stderr).isatty(), rank, component)
+    color = (stream or sys.stderr).isatty() and "NO_COLOR" not in os.environ
+    terminal = _TerminalHandler(writer, color, rank, component)
     terminal.setLevel(level if rank == 0 else logging.WARNING)
     handlers: list[logging.Handler] = [terminal]
     if file is not None:

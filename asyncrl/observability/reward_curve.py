@@ -1,0 +1,86 @@
+"""The reward curve of a run: in characters for the terminal, as a PNG for the run directory.
+
+Both plotting libraries take about half a second to import, which nothing but this pays for; call from a thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+_BLUE, _RED, _GREY = "#2a6fbb", "#c8452f", "#8a8a8a"
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last `window` finite values at each place; NaN while there is none."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
+        means.append(sum(recent) / len(recent) if recent else math.nan)
+    return means
+
+
+def smoothing_window(steps: int) -> int:
+    """A tenth of the run, at least 3 steps and at most 50."""
+    return max(3, min(50, round(steps / 10)))
+
+
+def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15) -> str:
+    """Mean reward over steps (smoothed) in characters without color; empty where there are under two finite points."""
+    smooth = moving_mean(rewards, smoothing_window(len(rewards)))
+    points = [(step, value) for step, value in enumerate(smooth, 1) if math.isfinite(value)]
+    if len(points) < 2:
+        return ""
+    from plotext import figure, uncolorize
+
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, height)
+    steps, values = zip(*points, strict=True)
+    figure.draw(figure.signal(list(steps), list(values), marker="braille").lines())
+    count = min(9, len(steps))
+    ticks = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
+    figure.ruler("x").ticks(ticks, [str(t) for t in ticks])
+    figure.title(f"mean reward, moving mean of {smoothing_window(len(rewards))} steps")
+    figure.label("step", "x")
+    text: str = uncolorize(str(figure.build()))
+    figure.clear()
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def write_curve_png(
+    path: Path, rewards: Sequence[float], accuracies: Sequence[tuple[int, float]] = (), title: str = "Reward curve"
+) -> None:
+    """Draws mean reward of each step and its moving mean, and held-out accuracy as (step, value) where there is any."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps = range(1, len(rewards) + 1)
+    window = smoothing_window(len(rewards))
+    axes.plot(steps, rewards, "o-", color=_BLUE, alpha=0.35, linewidth=0.8, markersize=3, label="mean reward of a step")
+    if len(rewards) > window:
+        label = f"moving mean, {window} steps"
+        axes.plot(steps, moving_mean(rewards, window), color=_BLUE, linewidth=2.2, label=label)
+    if accuracies:
+        at, values = zip(*accuracies, strict=True)
+        axes.plot(at, values, "D--", color=_RED, linewidth=1.2, markersize=6, label="held-out accuracy")
+        for step, value in (accuracies[0], accuracies[-1]):
+            axes.annotate(
+                f"{value:.3f}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", color=_RED
+            )
+        axes.set_ylabel("mean reward, accuracy")
+    else:
+        axes.set_ylabel("mean reward")
+    axes.set_xlabel("training step")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.04, y=0.12)
+    axes.grid(True, color=_GREY, alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="best", frameon=False)
+    figure.savefig(path)

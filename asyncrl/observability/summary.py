@@ -1,0 +1,127 @@
+"""How a run ended: summary.json, a few lines on the terminal, and the reward curve.
+
+Invariant: summary.json always holds `accuracy_before`, `accuracy_after`, `seconds`, `steps` and `time_split`; it
+appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.errors import RunDirectoryError
+from asyncrl.observability.reward_curve import curve_text, write_curve_png
+from asyncrl.observability.text_plots import PHASE_COLORS, duration, shares
+
+SUMMARY_FILE = "summary.json"
+CURVE_FILE = "reward_curve.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a finished (or stopped) run achieved."""
+
+    accuracy_before: float | None
+    """Held-out accuracy before training; None where it was not evaluated."""
+    accuracy_after: float | None
+    seconds: float
+    """Wall time of the job, start-up included."""
+    steps: int
+    """Steps trained."""
+    time_split: Mapping[str, float]
+    """Seconds by phase; they sum to `seconds` or a little less."""
+    export: str | None = None
+    """Hugging Face directory of the final policy."""
+    rewards: tuple[float, ...] = ()
+    """Mean reward of each step."""
+    accuracies: tuple[tuple[int, float], ...] = ()
+    """Held-out accuracy as (steps trained, value)."""
+    outcome: str = "finished"
+    """`finished`, or why the run ended early."""
+    facts: Mapping[str, str | int | float | None] = field(default_factory=dict)
+    """What else is worth a line, by its name: `model`, `tokens trained`, `largest log-prob difference`."""
+
+    def record(self) -> dict[str, Any]:
+        """Plain JSON: the fields by name, what is not finite as null."""
+        record = dataclasses.asdict(self)
+        record["rewards"] = [value if math.isfinite(value) else None for value in self.rewards]
+        record["facts"] = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.facts.items()
+        }
+        return record
+
+
+def write_summary(summary: RunSummary, run_dir: Path) -> tuple[Path, ...]:
+    """Writes summary.json and, where steps were trained, reward_curve.png; returns what was written.
+
+    Takes about a second: call it from a thread. Raises RunDirectoryError when the directory cannot be written.
+    """
+    written = []
+    try:
+        path = run_dir / SUMMARY_FILE
+        unfinished = path.with_suffix(".json.tmp")
+        unfinished.write_text(json.dumps(summary.record(), indent=2, allow_nan=False) + "\n")
+        os.replace(unfinished, path)
+        written.append(path)
+        if summary.rewards:
+            write_curve_png(run_dir / CURVE_FILE, summary.rewards, summary.accuracies, _curve_title(summary))
+            written.append(run_dir / CURVE_FILE)
+    except OSError as error:
+        raise RunDirectoryError(f"{run_dir}: the summary cannot be written ({error.strerror})") from error
+    return tuple(written)
+
+
+def _curve_title(summary: RunSummary) -> str:
+    model = summary.facts.get("model")
+    return f"Reward over {summary.steps} steps" + (f" of {Path(str(model)).name}" if model else "")
+
+
+def _change(before: float | None, after: float | None) -> str:
+    def shown(value: float | None) -> str:
+        return "not evaluated" if value is None else f"{value:.3f}"
+
+    return f"{shown(before)} → {shown(after)}"
+
+
+def print_summary(summary: RunSummary, stream: TextIO, files: tuple[Path, ...] = ()) -> None:
+    """Prints the summary: a table and the reward curve in characters; `files` are named at its end."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    width = min(console.width, 100)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("outcome", Text(summary.outcome))
+    table.add_row("accuracy", Text(_change(summary.accuracy_before, summary.accuracy_after), style="bold"))
+    table.add_row("steps", f"{summary.steps} in {duration(summary.seconds)}")
+    total = sum(summary.time_split.values())
+    if total > 0:
+        bar, legend = Text(), Text()
+        for name, cells in shares(summary.time_split, 40):
+            bar.append("█" * cells, style=PHASE_COLORS.get(name, "white"))
+        for name, seconds in sorted(summary.time_split.items(), key=lambda item: item[1], reverse=True):
+            legend.append("■ ", style=PHASE_COLORS.get(name, "white"))
+            legend.append(f"{name} {duration(seconds)} ({seconds / total:.0%})  ")
+        table.add_row("time", bar)
+        table.add_row("", legend)
+    for name, value in summary.facts.items():
+        table.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
+    if summary.export is not None:
+        table.add_row("export", Text(summary.export))
+    for path in files:
+        table.add_row(Text(path.stem.replace("_", " ")), Text(str(path)))
+    console.print()
+    console.print(table)
+    if curve := curve_text(summary.rewards, width=width):
+        console.print()
+        console.print(Text(curve))

@@ -1,0 +1,65 @@
+"""Small plots in characters: pure functions from numbers to text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+PHASE_COLORS: Mapping[str, str] = {
+    "startup": "bright_black",
+    "generate": "cyan",
+    "train": "magenta",
+    "publish": "yellow",
+    "eval": "green",
+    "other": "bright_black",
+}
+"""Color of each phase, by rich's names, the same wherever time is shown; unknown phases are white."""
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The latest `width` values as blocks between their least and greatest; `?` where not finite."""
+    recent = values[-width:]
+    finite = [v for v in recent if math.isfinite(v)]
+    if not finite:
+        return "?" * len(recent)
+    low, high = min(finite), max(finite)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((v - low) * scale)] if math.isfinite(v) else "?" for v in recent)
+
+
+def shares(parts: Mapping[str, float], width: int) -> list[tuple[str, int]]:
+    """Cells of a bar of `width` that each part of a whole gets, by largest remainder, so that they sum to `width`."""
+    total = sum(parts.values())
+    if total <= 0 or width <= 0:
+        return []
+    exact = {name: value * width / total for name, value in parts.items()}
+    cells = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: exact[name] - cells[name], reverse=True)
+    for name in by_remainder[: width - sum(cells.values())]:
+        cells[name] += 1
+    return [(name, count) for name, count in cells.items() if count]
+
+
+def duration(seconds: float) -> str:
+    """`8.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_split_text(phases: Mapping[str, float]) -> str:
+    """`generate 62 %, train 30 %, other 8 %`: largest first, what is under half a percent left out."""
+    total = sum(phases.values())
+    if total <= 0:
+        return ""
+    parts = sorted(phases.items(), key=lambda item: item[1], reverse=True)
+    return ", ".join(
+        f"{name} {seconds / total:.0%}".replace("%", " %") for name, seconds in parts if seconds / total >= 0.005
+    )
