@@ -104,7 +104,7 @@ class EngineClient:
     @asynccontextmanager
     async def open(cls, engine_id: str, url: str) -> AsyncIterator[EngineClient]:
         """A client with a session of its own."""
-        async with open_session() as session:
+        async with new_session() as session:
             yield cls(engine_id, url, session)
 
     # generation
@@ -278,16 +278,15 @@ class EngineClient:
             raise EngineRequestError(self.engine_id, endpoint, f"{error}: {_excerpt(raw)}", 200) from error
 
 
-@asynccontextmanager
-async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
+def new_session() -> aiohttp.ClientSession:
     """A session for control calls: no proxies from the environment, deadlines set by each call.
 
     Every call opens a connection of its own: an engine closes idle ones after 5 s, and a POST must not meet that.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False) as session:
-        yield session
+    return aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True), trust_env=False
+    )
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, Any]:

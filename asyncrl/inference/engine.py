@@ -1,0 +1,107 @@
+"""One engine as the controller keeps it: its place, its process, its state.
+
+Invariants
+- `state` changes only through `move`, which checks the life cycle and writes the event.
+- Readiness is a real generation, answered by the engine itself: an engine can answer /health and generate nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import anyio
+
+from asyncrl.config.layout import EnginePlacement
+from asyncrl.data.fleet import EngineEndpoint, EngineState, EngineStatus
+from asyncrl.errors import EngineError
+from asyncrl.inference.engine_api import EngineClient, EngineRequestError
+from asyncrl.inference.events import EngineStateChanged
+from asyncrl.inference.lifecycle import transition
+from asyncrl.inference.ports import EnginePorts
+from asyncrl.inference.verify import Checksums
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+
+POLL_S = 0.1
+PROBE_TIMEOUT_S = 30.0
+"""For one try of the first generation, compilation and warm-up included; then it is tried anew."""
+
+
+class ManagedEngine:
+    """An engine of the fleet. Only the controller and its weight updates hold one."""
+
+    def __init__(
+        self,
+        placement: EnginePlacement,
+        ports: EnginePorts,
+        *,
+        host_address: str,
+        log_path: Path,
+        session: aiohttp.ClientSession,
+        events: EventLog,
+    ) -> None:
+        self.placement = placement
+        self.ports = ports
+        self.log_path = log_path
+        self.state = EngineState.STARTING
+        self.version: str | None = None
+        """Published version that it holds."""
+        self.routed = False
+        """Whether the router knows it."""
+        self.offloaded: frozenset[str] = frozenset()
+        """Memory tags that are released; the engine is paused while there is one."""
+        self.baseline: Checksums | None = None
+        """Checksums of the random numbers that stand where the first publication must arrive."""
+        self.failure: EngineError | None = None
+        """Why it is DEAD or QUARANTINED."""
+        self.endpoint = EngineEndpoint(
+            engine_id=placement.engine_id,
+            generation=0,
+            url=f"http://{host_address}:{ports.http}",
+            tensor_parallel=placement.tensor_parallel,
+            gpus=placement.gpus,
+            colocated=placement.colocated,
+        )
+        self.client = EngineClient(placement.engine_id, self.endpoint.url, session)
+        self._events = events
+
+    @property
+    def engine_id(self) -> str:
+        return self.placement.engine_id
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus(self.endpoint, self.state, self.version)
+
+    def move(self, to: EngineState, reason: str | None = None) -> None:
+        """Changes the state; raises IllegalTransition where life does not lead there."""
+        previous, self.state = self.state, transition(self.engine_id, self.state, to)
+        self._events.emit(
+            EngineStateChanged(
+                engine=self.engine_id,
+                generation=self.endpoint.generation,
+                previous=previous,
+                state=to,
+                version=self.version,
+                reason=reason,
+            )
+        )
+
+    async def wait_first_generation(self, timeout_s: float) -> None:
+        """Returns when the engine has generated a token; raises EngineError after `timeout_s`."""
+        last = "nothing listens on its port"
+        try:
+            with waiting("first generation", self.engine_id, timeout_s):
+                while True:
+                    try:
+                        generation = await self.client.generate([0], timeout_s=PROBE_TIMEOUT_S)
+                    except EngineRequestError as error:
+                        last = str(error)
+                    else:
+                        if generation.output_ids:
+                            return
+                        last = "it answered without a token"
+                    await anyio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise EngineError(f"{self.engine_id}: {error}; last: {last}") from error

@@ -1,0 +1,79 @@
+"""What the inference side writes into the event log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from asyncrl.observability.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStateChanged(Event):
+    """An engine moved in its life."""
+
+    kind: ClassVar[str] = "engine_state"
+    engine: str
+    generation: int
+    previous: str
+    state: str
+    version: str | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineExited(Event):
+    """An engine's process ended without being asked to."""
+
+    kind: ClassVar[str] = "engine_exited"
+    engine: str
+    generation: int
+    pid: int
+    returncode: int
+    log_tail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetReady(Event):
+    """Router and engines answered; engines wait for weights."""
+
+    kind: ClassVar[str] = "fleet_ready"
+    engines: int
+    seconds: float
+    """From start to the last engine's first generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdateBegun(Event):
+    """Engines are paused and stamped torn."""
+
+    kind: ClassVar[str] = "weight_update_begun"
+    lease: str
+    version: str
+    engines: tuple[str, ...]
+    seconds: float
+    """From the call to the lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdateCommitted(Event):
+    """Engines serve `version`."""
+
+    kind: ClassVar[str] = "weight_update_committed"
+    lease: str
+    version: str
+    engines: tuple[str, ...]
+    paused_s: float
+    """How long engines did not generate: from the first pause to the last resumption."""
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdateAborted(Event):
+    """A publication was given up; its engines are out of the router until the next one, unless `restored`."""
+
+    kind: ClassVar[str] = "weight_update_aborted"
+    lease: str
+    version: str
+    reason: str
+    restored: bool

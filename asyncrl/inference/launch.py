@@ -1,0 +1,147 @@
+"""Launch lines: config, model and placement become argv and environment. Pure functions.
+
+The flags and what they are for were measured with sglang 0.5.23 and sglang-router 0.3.2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.inference import EngineConfig, RouterConfig
+from asyncrl.config.layout import Device, DType, EnginePlacement
+from asyncrl.inference.cpu_platform import PLATFORM_NAME
+from asyncrl.inference.ports import EnginePorts
+
+_CPU_MAX_TOTAL_TOKENS = 65536
+_CPU_MAX_RUNNING_REQUESTS = 128
+_COLOCATED_MEMORY_FRACTION = 0.6
+"""Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
+_DAY_S = 86400
+
+
+def engine_argv(
+    config: EngineConfig,
+    placement: EnginePlacement,
+    ports: EnginePorts,
+    *,
+    model_path: Path,
+    host: str,
+    device: Device,
+    dtype: DType,
+    context_length: int | None,
+) -> tuple[str, ...]:
+    """argv of one engine; `config.server_args` were checked with the configuration and win over the defaults here."""
+    arguments: dict[str, Any] = {
+        "model_path": str(model_path),
+        "host": host,
+        "port": ports.http,
+        "nccl_port": ports.nccl,
+        "engine_info_bootstrap_port": ports.bootstrap,
+        "device": device,
+        # Never auto: SGLang turns a float32 checkpoint into float16.
+        "dtype": dtype,
+        "tp_size": placement.tensor_parallel,
+        "max_total_tokens": config.max_total_tokens,
+        "max_running_requests": config.max_running_requests,
+        "context_length": context_length,
+        "skip_server_warmup": True,
+        "log_level_http": "warning",
+    }
+    if device == "cpu":
+        arguments["max_total_tokens"] = config.max_total_tokens or _CPU_MAX_TOTAL_TOKENS
+        arguments["max_running_requests"] = config.max_running_requests or _CPU_MAX_RUNNING_REQUESTS
+        # An idle scheduler spins at more than half a core without it.
+        arguments["sleep_on_idle"] = True
+        arguments["grammar_backend"] = "none"
+    if placement.colocated:
+        arguments["enable_memory_saver"] = True
+        arguments["mem_fraction_static"] = _COLOCATED_MEMORY_FRACTION
+    arguments |= config.server_args
+    return (sys.executable, "-m", "sglang.launch_server", *_to_flags(arguments))
+
+
+def engine_environment(placement: EnginePlacement, *, device: Device, cores: tuple[int, ...]) -> dict[str, str]:
+    """What an engine's environment has on top of the host's; `cores` are those that it may use."""
+    environment = {
+        "CUDA_VISIBLE_DEVICES": placement.visible_devices,
+        # With torchrun's value the engine's own rendezvous waits for a store that nobody serves.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        # /health as a generation never answers while the engine is paused.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        environment |= {
+            "SGLANG_PLATFORM": PLATFORM_NAME,
+            # More threads per engine cost throughput on small models, and two engines then collapse (17 x).
+            "OMP_NUM_THREADS": "1",
+            # A crash must end the process at once: there is no GPU to dump, and nobody to look at stacks.
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        }
+        if placement.tensor_parallel > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_threads(cores, placement.tensor_parallel)
+    return environment
+
+
+def bind_threads(cores: tuple[int, ...], ranks: int) -> str:
+    """Cores for each tensor-parallel rank on CPU: SGLang wants them spelled out when ranks exceed NUMA nodes.
+
+    `0,1|2,3` for four cores and two ranks; with fewer cores than ranks, ranks share.
+    """
+    share = len(cores) // ranks
+    if share == 0:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks))
+
+
+def router_argv(config: RouterConfig, *, host: str, port: int, prometheus_port: int) -> tuple[str, ...]:
+    """argv of the router. It starts without workers; the controller adds them as they come to serve."""
+    arguments: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "policy": config.policy,
+        "prometheus_host": host,
+        # Its default is one fixed port for every router of the machine.
+        "prometheus_port": prometheus_port,
+        # Answered while an engine is paused, unlike /health and /ready.
+        "health_check_endpoint": "/ping",
+        "health_check_interval_secs": 5,
+        "health_check_timeout_secs": 5,
+        "health_failure_threshold": 3,
+        "health_success_threshold": 1,
+        # A retry is the client's own: it knows the request, its deadline and its attempts.
+        "disable_retries": True,
+        # A client's 4xx or a busy engine's 429 and 503 would open the circuit of a healthy engine. The controller
+        # removes a dead one at once, and a hung one fails its health check.
+        "disable_circuit_breaker": True,
+        "request_timeout_secs": _DAY_S,
+        "worker_startup_check_interval": 1,
+        "shutdown_grace_period_secs": 1,
+        "log_level": "warn",
+    }
+    return (sys.executable, "-m", "sglang_router.launch_router", *_to_flags(arguments))
+
+
+def _to_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """{chunked_prefill_size: 2048, sleep_on_idle: True} → --chunked-prefill-size 2048 --sleep-on-idle.
+
+    None and False leave an argument out; a list becomes several values; a dict becomes JSON.
+    """
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if isinstance(value, dict):
+            flags.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            flags.extend(map(str, value))
+        elif value is not True:
+            flags.append(str(value))
+    return flags

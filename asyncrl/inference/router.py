@@ -1,0 +1,106 @@
+"""The router in front of the engines, as the controller sees it: one process and three calls.
+
+Invariants
+- `add` returns when the router lists the worker as healthy, `remove` when it lists it no more.
+- `probe` is a real generation through the router: being ready means having answered one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import anyio
+import msgspec
+
+from asyncrl.errors import EngineError
+from asyncrl.inference.engine_api import Generation
+from asyncrl.observability.waits import waiting
+
+POLL_S = 0.05
+WORKER_TIMEOUT_S = 60.0
+"""The router looks a worker up before it lists it: 0.2 s measured on a quiet machine."""
+CALL_TIMEOUT_S = 10.0
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One entry of GET /workers."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class _WorkerList(msgspec.Struct, frozen=True):
+    workers: tuple[Worker, ...]
+
+
+class RouterClient:
+    """Control calls to the router at `url`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self._session = session
+
+    async def wait_answering(self, timeout_s: float) -> None:
+        """Returns when the router's control plane answers; it has no workers yet."""
+        with waiting("first answer", "router", timeout_s):
+            while True:
+                try:
+                    await self.workers()
+                    return
+                except EngineError:
+                    await anyio.sleep(POLL_S)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        status, raw = await self._call("GET", "/workers")
+        if status != 200:
+            raise EngineError(f"router: GET /workers: HTTP {status}: {raw[:300].decode(errors='replace')}")
+        return msgspec.json.decode(raw, type=_WorkerList).workers
+
+    async def add(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
+        """Makes the engine at `url` a worker; returns when the router routes to it."""
+        status, raw = await self._call("POST", "/workers", {"url": url})
+        if status not in (200, 202):
+            raise EngineError(f"router: worker {url} refused: HTTP {status}: {raw[:300].decode(errors='replace')}")
+        with waiting("worker registration", "router", timeout_s):
+            await self._poll_workers(lambda workers: any(w.url == url and w.is_healthy for w in workers))
+
+    async def remove(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
+        """Takes the engine at `url` out; requests that run in it go on. Returns when the router knows it no more."""
+        for worker in await self.workers():
+            if worker.url == url:
+                await self._call("DELETE", f"/workers/{worker.id}")
+        with waiting("worker removal", "router", timeout_s):
+            await self._poll_workers(lambda workers: all(w.url != url for w in workers))
+
+    async def probe(self, version: str, timeout_s: float = WORKER_TIMEOUT_S) -> Generation:
+        """A generation through the router; raises EngineError unless it is answered, by weights `version`."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
+        status, raw = await self._call("POST", "/generate", body, timeout_s)
+        if status != 200:
+            raise EngineError(f"router: no generation: HTTP {status}: {raw[:300].decode(errors='replace')}")
+        generation = msgspec.json.decode(raw, type=Generation)
+        if generation.meta_info.weight_version != version:
+            stamp = generation.meta_info.weight_version
+            raise EngineError(f"router: a generation was made by weights {stamp!r} instead of {version!r}")
+        return generation
+
+    async def _poll_workers(self, satisfied: Callable[[tuple[Worker, ...]], bool]) -> None:
+        while True:
+            if satisfied(await self.workers()):
+                return
+            await anyio.sleep(POLL_S)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            with waiting(f"{method} {path.split('/')[1]}", "router", timeout_s):
+                async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
+                    return response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(f"router: {method} {path}: {str(error) or type(error).__name__}") from error

@@ -1,0 +1,52 @@
+"""Did the weights arrive? Decided from the checksums that engines report. Pure.
+
+An engine answers 200 to a tensor whose name it does not know, and keeps its old values. On the first publication the
+old values may be equal to the new ones, since the engine loaded the same checkpoint from disk. So its tensors are
+overwritten with random numbers first (`reset_tensors`): a tensor whose checksum stays the same was not received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asyncrl.inference.engine_api import RankChecksums
+
+Checksums = Sequence[RankChecksums]
+"""One entry per rank of an engine, in rank order."""
+_SHOWN = 5
+
+
+def unreceived(before: Checksums, after: Checksums) -> tuple[str, ...]:
+    """Tensors (of any rank) whose checksum did not change."""
+    names: set[str] = set()
+    for old, new in zip(before, after, strict=True):
+        names |= {name for name, checksum in new.checksums.items() if old.checksums.get(name) == checksum}
+    return tuple(sorted(names))
+
+
+def disagreement(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...]]:
+    """Engines that differ from the majority (the first of equals) → the tensors in which they do."""
+    keys = {engine: tuple(rank.per_gpu_checksum for rank in ranks) for engine, ranks in checksums.items()}
+    values = list(keys.values())
+    if len(set(values)) <= 1:
+        return {}
+    reference_key = max(dict.fromkeys(values), key=values.count)
+    reference = checksums[next(engine for engine, key in keys.items() if key == reference_key)]
+    return {engine: differing(reference, checksums[engine]) for engine, key in keys.items() if key != reference_key}
+
+
+def differing(reference: Checksums, actual: Checksums) -> tuple[str, ...]:
+    """Tensors in which `actual` differs from `reference`, missing ones included."""
+    if len(reference) != len(actual):
+        return (f"{len(actual)} ranks instead of {len(reference)}",)
+    names: set[str] = set()
+    for expected, found in zip(reference, actual, strict=True):
+        every = expected.checksums.keys() | found.checksums.keys()
+        names |= {name for name in every if expected.checksums.get(name) != found.checksums.get(name)}
+    return tuple(sorted(names))
+
+
+def abbreviate(names: Sequence[str]) -> str:
+    """`a, b, c, d, e and 3 more`."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
