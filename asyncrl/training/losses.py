@@ -7,7 +7,7 @@ many tokens as it has and no choice of micro-batches or ranks changes the result
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,18 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss to differentiate and what to report about it; all sums are over tokens whose mask is True."""
+    """A loss to differentiate and what to report about it."""
 
     loss: Tensor
-    """Scalar with gradient: sum over tokens."""
-    clipped: Tensor
-    """Scalar: tokens whose gradient the clip removed."""
-    ratio_sum: Tensor
-    """Scalar: sum of the probability ratios."""
-    ratio_max: Tensor
-    """Scalar: largest ratio; 0 without tokens."""
-    kl_sum: Tensor
-    """Scalar: sum of the k3 estimates of KL(rollout || trainer), each ratio - 1 - log ratio >= 0 (schulman.com, "Approximating KL divergence")."""
+    """Scalar with gradient: sum over the tokens whose mask is True."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars to be added up over micro-batches and ranks and divided by the number of tokens."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars of which the largest is reported."""
 
 
 def grpo(
@@ -50,26 +46,30 @@ def grpo(
         rollout_logprobs: float32 [tokens], of the policy that sampled, at the same temperature.
         advantages: float32 [tokens].
         mask: bool [tokens]; False takes a token out of the loss and of every sum, whatever its values.
+
+    Returns:
+        Sums `clip_fraction` (tokens whose gradient the clip removed), `ratio_mean`, and `kl_rollout`: k3 estimates of
+        KL(rollout || trainer), ratio - 1 - log ratio >= 0 (J. Schulman, "Approximating KL divergence"). Maximum `ratio_max`.
     """
     difference = torch.where(mask, logprobs - rollout_logprobs, 0.0)
     ratio = difference.exp()
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = _sum_where(mask, -torch.minimum(ratio * advantages, bounded * advantages))
     with torch.no_grad():
-        clipped = mask & (((ratio < 1.0 - clip_low) & (advantages < 0)) | ((ratio > 1.0 + clip_high) & (advantages > 0)))
+        clipped = ((ratio < 1.0 - clip_low) & (advantages < 0)) | ((ratio > 1.0 + clip_high) & (advantages > 0))
         counted = torch.where(mask, ratio, 0.0)
-        return TokenLoss(
-            loss=loss,
-            clipped=clipped.sum(),
-            ratio_sum=counted.sum(),
-            ratio_max=counted.max() if counted.numel() else counted.sum(),
-            kl_sum=torch.where(mask, ratio - 1.0 - difference, 0.0).sum(),
-        )
+        sums = {
+            "clip_fraction": (clipped & mask).sum(),
+            "ratio_mean": counted.sum(),
+            "kl_rollout": torch.where(mask, ratio - 1.0 - difference, 0.0).sum(),
+        }
+        maxima = {"ratio_max": counted.max()}
+    return TokenLoss(loss, sums, maxima)
 
 
-def sft(logprobs: Tensor, mask: Tensor) -> Tensor:
+def sft(logprobs: Tensor, mask: Tensor) -> TokenLoss:
     """Cross entropy of the target tokens: minus the sum of `logprobs` (float32 [tokens]) where `mask` (bool [tokens]) is True."""
-    return _sum_where(mask, -logprobs)
+    return TokenLoss(_sum_where(mask, -logprobs))
 
 
 def _sum_where(mask: Tensor, values: Tensor) -> Tensor:

@@ -124,14 +124,13 @@ _PADDING_FREE = 256
 def attention_runs(lengths: Sequence[int]) -> tuple[AttentionRun, ...]:
     """Cuts packed sequences, in order, into runs whose padding stays small; sorted lengths give the fewest runs."""
     runs: list[AttentionRun] = []
-    start = first = 0
-    for i in range(1, len(lengths) + 1):
-        if i < len(lengths):
-            tokens = sum(lengths[first : i + 1])
-            padding = max(lengths[first : i + 1]) * (i + 1 - first) - tokens
-            if padding <= _PADDING_PER_TOKEN * tokens + _PADDING_FREE:
-                continue
-        runs.append(AttentionRun(start, tuple(lengths[first:i])))
-        start += runs[-1].tokens
-        first = i
+    start = first = tokens = longest = 0
+    for i, length in enumerate(lengths):
+        padding = max(longest, length) * (i + 1 - first) - (tokens + length)
+        if i > first and padding > _PADDING_PER_TOKEN * (tokens + length) + _PADDING_FREE:
+            runs.append(AttentionRun(start, tuple(lengths[first:i])))
+            start, first, tokens, longest = start + tokens, i, 0, 0
+        tokens, longest = tokens + length, max(longest, length)
+    if tokens:
+        runs.append(AttentionRun(start, tuple(lengths[first:])))
     return tuple(runs)

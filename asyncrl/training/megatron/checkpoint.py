@@ -1,0 +1,224 @@
+"""Weights in and out: Hugging Face safetensors to Megatron parameters and back, streamed one parameter at a time.
+
+Invariants
+- Import then export is bit-equal, whatever the tensor-parallel size; a missing, extra or misshapen tensor is refused by name.
+- Export is collective and never stops half-way on one rank: a rank that cannot write goes on gathering to the end, then raises.
+- An exported directory appears whole or not at all.
+- No pickle: only safetensors is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.errors import ModelError
+from asyncrl.training.architecture import Architecture
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.megatron import mapping
+from asyncrl.weights.buckets import TensorSpec, plan_buckets
+
+_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
+"""Files of a model directory that are weights, which an export writes anew; everything else is copied."""
+_NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Tensors that old checkpoints carry though they follow from the config."""
+
+
+class Checkpoint:
+    """The safetensors of a Hugging Face directory, read lazily by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (directory / "model.safetensors").is_file():
+            files = ["model.safetensors"]
+        else:
+            raise ModelError(
+                f"{directory} has neither model.safetensors nor model.safetensors.index.json; other weight formats are not "
+                f"read: save the model with save_pretrained(..., safe_serialization=True)"
+            )
+        self._handles: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(directory / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{directory / file} cannot be read: {error}") from None
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._handles)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def dtype(self) -> torch.dtype:
+        """Numbers of the checkpoint, by its first tensor."""
+        name = min(self._handles)
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor
+
+    def check(self, expected: dict[str, tuple[int, ...]], *, tied: bool) -> None:
+        """Raises ModelError unless the checkpoint holds exactly the tensors `expected`, in those shapes."""
+        ignorable = {name for name in self.names if _NOT_WEIGHTS.fullmatch(name)} | ({"lm_head.weight"} if tied else set())
+        missing = sorted(expected.keys() - self.names)
+        extra = sorted(self.names - expected.keys() - ignorable)
+        misshapen = [
+            f"{name} is {list(self.shape(name))}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in self._handles and self.shape(name) != shape
+        ]
+        problems = [
+            f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            for what, names in (("missing", missing), ("unexpected", extra), ("wrong shape", misshapen))
+            if names
+        ]
+        if problems:
+            raise ModelError(f"the weights in {self.directory} do not fit its config.json; {'; '.join(problems)}")
+
+
+class WeightExchange:
+    """Moves weights between one rank's model and Hugging Face tensors; every method is collective."""
+
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        architecture: Architecture,
+        layout: RankLayout,
+        tensor_parallel_group: dist.ProcessGroup,
+    ) -> None:
+        self._parameters = parameters
+        self._architecture = architecture
+        self._layout = layout
+        self._group = tensor_parallel_group
+        self._entries = {name: mapping.entry(name) for name in parameters}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name and shape of every tensor, in export order."""
+        return {
+            name: mapping.tensor_shape(name, self._architecture) for entry in self._entries.values() for name in entry.names
+        }
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What `export` yields, in that order."""
+        (dtype,) = {parameter.dtype for parameter in self._parameters.values()}
+        return tuple(TensorSpec(name, str(dtype).removeprefix("torch."), shape) for name, shape in self.shapes().items())
+
+    @torch.no_grad()
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Copies the checkpoint into the parameters, cast to their dtype.
+
+        Raises:
+            ModelError: a tensor is missing, not expected, or of another shape.
+        """
+        checkpoint.check(self.shapes(), tied=self._architecture.tied_embeddings)
+        for name, parameter in self._parameters.items():
+            entry = self._entries[name]
+            part = mapping.to_megatron(
+                entry.kind,
+                [checkpoint.tensor(n) for n in entry.names],
+                self._architecture,
+                rank=self._layout.tensor_parallel_rank,
+                ranks=self._layout.tensor_parallel,
+            )
+            parameter.copy_(part)
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, whole tensor) on every rank, in the order of `specs`.
+
+        A tensor may be the live parameter: use or copy it before the next one is asked for. All ranks must run the iterator to
+        its end, since each step gathers.
+        """
+        for name, parameter in self._parameters.items():
+            entry = self._entries[name]
+            shards = [parameter.detach()]
+            if entry.kind is not mapping.Kind.REPLICATED and self._layout.tensor_parallel > 1:
+                shards = [torch.empty_like(parameter) for _ in range(self._layout.tensor_parallel)]
+                dist.all_gather(shards, parameter.detach().contiguous(), group=self._group)
+            yield from zip(entry.names, mapping.to_hugging_face(entry.kind, shards, self._architecture), strict=True)
+
+    def export_directory(
+        self, source: Path, target: Path, *, dtype: torch.dtype, max_file_bytes: int = 4_000_000_000
+    ) -> None:
+        """Writes a Hugging Face directory on rank 0: config and tokenizer files as in `source`, weights as `dtype`.
+
+        It is written beside `target` and then renamed; a `target` that exists is replaced.
+
+        Raises:
+            OSError: on rank 0, after all ranks have finished the export; nothing is left behind.
+        """
+        tensors = self.export()
+        try:
+            if self._layout.rank == 0:
+                staging = target.parent / f".{target.name}.{os.getpid()}.partial"
+                try:
+                    self._write(tensors, source, staging, dtype, max_file_bytes)
+                    _replace(staging, target)
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
+        finally:
+            for _ in tensors:
+                pass
+
+    def _write(
+        self, tensors: Iterator[tuple[str, Tensor]], source: Path, staging: Path, dtype: torch.dtype, max_file_bytes: int
+    ) -> None:
+        staging.mkdir(parents=True)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
+                shutil.copy2(file, staging / file.name)
+        _record_dtype(staging / "config.json", dtype)
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        files = plan_buckets(
+            (TensorSpec(name, name_of_dtype, shape) for name, shape in self.shapes().items()), max_file_bytes
+        )
+        weight_map = {}
+        for i, specs in enumerate(files, start=1):
+            file_name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            part = {}
+            for _ in specs:
+                name, tensor = next(tensors)
+                part[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+                weight_map[name] = file_name
+            save_file(part, staging / file_name, metadata={"format": "pt"})
+        if len(files) > 1:
+            total = sum(spec.size_bytes for specs in files for spec in specs)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _record_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Keeps config.json true about the numbers of the weights beside it."""
+    fields = json.loads(config.read_text())
+    key = "torch_dtype" if "torch_dtype" in fields else "dtype"  # spelling of transformers 4 and 5
+    if fields.get(key) != (name := str(dtype).removeprefix("torch.")):
+        fields[key] = name
+        config.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _replace(staging: Path, target: Path) -> None:
+    if not target.exists():
+        staging.rename(target)
+        return
+    old = target.parent / f".{target.name}.{os.getpid()}.old"
+    target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old)

@@ -1,0 +1,84 @@
+"""Makes Megatron-core run where there is no CUDA: the one place that bends it, and nothing here runs on a GPU machine.
+
+Megatron-core 0.16 runs on gloo and CPU tensors but for a few literals: `device="cuda"`, `torch.cuda.current_device()`, and
+comparisons of `tensor.type()` with "torch.cuda.FloatTensor". A TorchFunctionMode answers them. The mode holds for the *thread*
+that enters it: `install` must be called in the thread that trains, and is idempotent per thread.
+
+Its import decorates dozens of fused kernels with torch.compile, which loads inductor, and probes packages of GPU kernels, one of
+which (flash_mla) answers not with ImportError but with OSError: without `quick_import` it costs six seconds more or fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_GPU_PACKAGES = ("flash_mla", "flashinfer")
+"""Kernels that Megatron uses where it can import them; installed as dependencies of SGLang."""
+
+_thread = threading.local()
+
+
+def needed() -> bool:
+    """True where Megatron must be told to do without CUDA."""
+    return not torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def quick_import() -> Iterator[None]:
+    """While open, torch.compile decorates nothing and GPU kernels cannot be imported; without effect on a GPU machine."""
+    if not needed():
+        yield
+        return
+    compile_ = torch.compile
+    hidden = [package for package in _GPU_PACKAGES if package not in sys.modules]
+    torch.compile = _compile_nothing  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+        for package in hidden:
+            del sys.modules[package]
+
+
+def install() -> None:
+    """Answers Megatron's CUDA literals with the CPU, in the calling thread from now on; without effect on a GPU machine."""
+    if not needed() or getattr(_thread, "mode", None) is not None:
+        return
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    _thread.mode = _CudaMeansCpu()
+    _thread.mode.__enter__()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """`device="cuda"` creates on the CPU; `.type()` names CUDA types, which is what Megatron compares with."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "cuda":
+                kwargs = {**kwargs, "device": "cpu"}
+            return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args)
+        if func is torch.Tensor.type and len(args) == 1:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _compile_nothing(model: Any = None, **_: Any) -> Any:
+    return model if model is not None else lambda function: function

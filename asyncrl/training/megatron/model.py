@@ -1,0 +1,127 @@
+"""Builds Megatron's GPTModel from an `Architecture`.
+
+On a GPU with Transformer Engine the layers are Megatron's Transformer Engine layers; everywhere else they are its local layers
+with the norm and attention of `modules`. Parameters differ between the two only in the names of the norms, which `mapping` knows.
+Never run so far: the Transformer Engine branch of `layer_spec`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from asyncrl.training.architecture import Architecture
+from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
+
+
+def transformer_config(architecture: Architecture, *, dtype: torch.dtype, tensor_parallel: int) -> TransformerConfig:
+    """Megatron's description of the model. Dropout is always off: the policy that trains is the policy that samples."""
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=tensor_parallel,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,  # every parameter comes from the checkpoint
+        calculate_per_token_loss=True,  # gradients are divided by the trained tokens of the whole step
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def uses_transformer_engine() -> bool:
+    """True where layers are built from Transformer Engine."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Which modules the decoder is made of."""
+    if uses_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding over all ranks: the next multiple of their number."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel that computes logits only where a response token is predicted.
+
+    At a vocabulary of 150 thousand, logits are the largest tensors of a step and prompts are often most of the tokens.
+    """
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=layer_spec(config),
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_positions,
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            rope_scaling=architecture.rope_llama3_factor is not None,
+            rope_scaling_factor=architecture.rope_llama3_factor or 1.0,
+        )
+        self._rows: Tensor | None = None
+        self.output_layer.register_forward_pre_hook(self._select_rows)
+
+    def forward(self, tokens: Tensor, positions: Tensor, sequences: PackedSequences, rows: Tensor) -> Tensor:
+        """Logits at `rows`.
+
+        Args:
+            tokens, positions: int64 [1, tokens] of the packed sequences.
+            rows: int64 [rows]: places in `tokens` whose next token is predicted.
+
+        Returns:
+            [rows, vocabulary / tensor-parallel ranks].
+        """
+        self._rows = rows
+        logits: Tensor = super().forward(tokens, positions, None, packed_seq_params=sequences)
+        return logits.squeeze(0)
+
+    def _select_rows(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = arguments  # hidden: [tokens, 1, hidden size]
+        return (hidden.index_select(0, self._rows), *rest)

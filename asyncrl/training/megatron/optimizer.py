@@ -1,0 +1,106 @@
+"""Megatron's DDP and Adam around one model: the gradient buffers, the update, and moving them off the device and back.
+
+Never run so far (needs a GPU): everything in `offload` and `onload`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from asyncrl.config.training import TrainConfig
+from asyncrl.training.megatron.model import PolicyModel
+
+
+class Optimizer:
+    """Gradients, Adam state and weights of one rank; data-parallel ranks hold a part of the Adam state each."""
+
+    def __init__(self, model: PolicyModel, config: TransformerConfig, train: TrainConfig) -> None:
+        bf16 = config.params_dtype == torch.bfloat16
+        wrapped = Float16Module(config, model) if bf16 else model
+        self.ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            wrapped,
+        )
+        self._train = train
+        self._bf16 = bf16
+        self._optimizer: MegatronOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=train.lr,
+                weight_decay=train.weight_decay,
+                adam_beta1=train.adam_beta1,
+                adam_beta2=train.adam_beta2,
+                adam_eps=train.adam_eps,
+                clip_grad=train.grad_clip,
+                bf16=bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.ddp],
+            use_gloo_process_groups=False,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+
+    def zero_grad(self) -> None:
+        """Before each forward-backward."""
+        self.ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the reduced gradients: the same on every rank, and NaN or infinite on all if it is on one."""
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """Clips to `grad_clip` and updates the weights; `grad_norm` was called before and is finite."""
+        assert math.isfinite(grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self._train.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
+        if self._train.grad_clip > 0:
+            clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._train.grad_clip, grad_norm)
+        self._optimizer.step_with_ready_grads()
+
+    def reset(self) -> None:
+        """Forgets the moments and the step count of Adam."""
+        for optimizer in self._adams():
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group.pop("step", None)  # Transformer Engine's Adam counts per group
+
+    def offload(self) -> None:
+        """Moves weights and Adam state to host memory and drops the gradient buffers."""
+        for buffer in self.ddp.buffers:
+            buffer.offload_to_cpu(move_params=True, move_grads=True)
+        self._move_state(torch.device("cpu"))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Undoes `offload`."""
+        for buffer in self.ddp.buffers:
+            buffer.reload_from_cpu(move_params=True, move_grads=True)
+        self._move_state(torch.device("cuda", torch.cuda.current_device()))
+        torch.cuda.synchronize()
+
+    def _move_state(self, device: torch.device) -> None:
+        for optimizer in self._adams():
+            for state in optimizer.state.values():
+                state.update({key: value.to(device) for key, value in state.items() if torch.is_tensor(value)})
+            if self._bf16:  # float32 main weights; in float32 training they are views of the weights, which moved already
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data = parameter.data.to(device)
+
+    def _adams(self) -> Iterator[torch.optim.Optimizer]:
+        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            yield optimizer.optimizer

@@ -1,0 +1,280 @@
+"""MegatronTrainer: one rank of the policy's training. Synchronous; lives in one thread per process.
+
+Invariants
+- Every public method is collective: all ranks call it with the same arguments, in the same order, each in the one thread that
+  called `init`.
+- The result of a step does not depend on how the batch is cut into micro-batches or over ranks (up to rounding).
+- No weight changes before all ranks know that the step's loss and gradient are finite.
+
+Never run so far (needs a GPU): bfloat16 with NCCL, Transformer Engine layers, `offload` and `onload` other than as no-ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.training import losses
+from asyncrl.training.advantages import group_advantages, groups_without_signal
+from asyncrl.training.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.collate import PackedTokens, check_batch, trained_samples
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.megatron import cpu_shim
+from asyncrl.training.megatron.checkpoint import Checkpoint, WeightExchange
+from asyncrl.training.megatron.model import PolicyModel, transformer_config
+from asyncrl.training.megatron.optimizer import Optimizer
+from asyncrl.training.megatron.step import LossFunction, Tally, forward_backward, forward_logprobs
+from asyncrl.training.nonfinite import dump_paths, save_batch
+from asyncrl.training.packing import StepPlan, plan_steps
+from asyncrl.training.schedule import learning_rate
+from asyncrl.weights.buckets import TensorSpec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronTrainer:
+    """Trains the policy of `config.model.path` with the other ranks of `layout`."""
+
+    def __init__(self, config: Config, layout: RankLayout, *, failure_dir: Path | None = None) -> None:
+        """Reads no weights yet.
+
+        Args:
+            failure_dir: where a batch with a NaN or infinite loss is saved; None is `failures/` in the run directory.
+
+        Raises:
+            ConfigError, ModelError: the model cannot be trained so.
+        """
+        train = config.train
+        if train.lr_decay != "constant" and train.num_steps is None:
+            raise ConfigError(f'train.lr_decay = "{train.lr_decay}" needs train.num_steps: the length of the decay')
+        self._config = config
+        self._layout = layout
+        self._failure_dir = failure_dir or config.run.dir / "failures"
+        self._architecture = read_architecture(config.model.path)
+        check_tensor_parallel(self._architecture, layout.tensor_parallel)
+
+    def init(self) -> None:
+        """Builds the model and loads the weights; torch.distributed is initialised already, with gloo or NCCL.
+
+        Raises:
+            ModelError: weights are missing, unreadable, or do not fit the config.
+        """
+        cpu_shim.install()
+        config, layout = self._config, self._layout
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", layout.local_rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self._device)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_parallel,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=math.ceil(config.train.step_timeout_s / 60),
+        )
+        # The inference tracker is Megatron's own way to do without CUDA's generators; nothing here draws random numbers.
+        tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed, inference_rng_tracker=not cuda)
+
+        dtype = _DTYPES[("bfloat16" if cuda else "float32") if config.model.dtype == "auto" else config.model.dtype]
+        model_config = transformer_config(self._architecture, dtype=dtype, tensor_parallel=layout.tensor_parallel)
+        model = PolicyModel(self._architecture, model_config).to(device=self._device, dtype=dtype)
+        self._weights = WeightExchange(
+            dict(model.named_parameters()),
+            self._architecture,
+            layout,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        checkpoint = Checkpoint(config.model.path)
+        self._weights.load(checkpoint)
+        self._source_dtype = checkpoint.dtype()
+        self._optimizer = Optimizer(model, model_config, config.train)
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        """One training step on a rollout batch: `train.minibatches` optimizer steps with `train.loss`.
+
+        Returns:
+            Metrics by name (`train/...`), the same on every rank. `train/logprob_diff_*` compares the trainer with the
+            engine over the tokens of the first optimizer step, computed before it.
+
+        Raises:
+            NonFiniteError: on every rank, before the step's weights change; the batch is saved.
+            DataError: the batch holds ids outside the vocabulary or lengths that do not add up.
+        """
+        train = self._config.train
+        lr = learning_rate(
+            batch.rollout_id,
+            peak=train.lr,
+            warmup_steps=train.lr_warmup_steps,
+            decay=train.lr_decay,
+            total_steps=train.num_steps,
+        )
+        if train.loss == "sft":
+            return self._run(batch, _sft_loss, lr=lr, temperature=1.0, minibatches=train.minibatches, compare=False)
+        metrics = self._run(
+            batch, self._grpo_loss(batch), lr=lr, temperature=batch.temperature, minibatches=train.minibatches, compare=True
+        )
+        silent = groups_without_signal(batch.rewards, batch.group_index)
+        return {**metrics, "train/groups_without_signal": float(silent)}
+
+    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
+        """One optimizer step of cross entropy on the responses, at learning rate `lr` and temperature 1; as `train`."""
+        return self._run(batch, _sft_loss, lr=lr, temperature=1.0, minibatches=1, compare=False)
+
+    def reset_optimizer(self) -> None:
+        """Forgets Adam's moments and step count; the weights stay."""
+        self._optimizer.reset()
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """float32 [R]: log-prob of each response token at the batch's temperature; the same on every rank."""
+        check_batch(batch, self._architecture.vocab_size)
+        trained = (batch.response_lengths > 0).tolist()
+        plans = self._plan(batch, trained, minibatches=1)
+        micro_batches = plans[0].ranks[self._layout.data_parallel_rank] if plans else ()
+        return forward_logprobs(
+            self._optimizer.ddp,
+            batch,
+            micro_batches,
+            vocab_size=self._architecture.vocab_size,
+            device=self._device,
+        )
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that `export_tensors` yields, in that order, in the numbers of training."""
+        return self._weights.specs()
+
+    def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, whole tensor) on every rank, streamed; see `WeightExchange.export`."""
+        return self._weights.export()
+
+    def export_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        """Writes a Hugging Face directory on rank 0, whole or not at all; weights in the source checkpoint's dtype by default.
+
+        Raises:
+            OSError: on rank 0, after every rank has finished the export.
+        """
+        self._weights.export_directory(self._config.model.path, directory, dtype=dtype or self._source_dtype)
+
+    def offload(self) -> None:
+        """Frees the GPU: weights and Adam state go to host memory, gradient buffers are dropped. Nothing to do on CPU."""
+        if self._device.type == "cuda":
+            self._optimizer.offload()
+
+    def onload(self) -> None:
+        """Undoes `offload`."""
+        if self._device.type == "cuda":
+            self._optimizer.onload()
+
+    def _grpo_loss(self, batch: RolloutBatch) -> LossFunction:
+        train, device = self._config.train, self._device
+        advantages = group_advantages(batch.rewards, batch.group_index, normalize=train.normalize_advantages)
+
+        def loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
+            return losses.grpo(
+                logprobs,
+                batch.logprobs[packed.responses].to(device),
+                advantages[packed.samples].to(device),
+                mask,
+                clip_low=train.clip_low,
+                clip_high=train.clip_high,
+            )
+
+        return loss
+
+    def _plan(self, batch: RolloutBatch, trained: list[bool], *, minibatches: int) -> tuple[StepPlan, ...]:
+        return plan_steps(
+            batch.sequence_lengths.tolist(),
+            batch.group_index.tolist(),
+            trained,
+            data_parallel=self._layout.data_parallel,
+            max_tokens=self._config.train.max_tokens_per_microbatch,
+            minibatches=minibatches,
+        )
+
+    def _run(
+        self,
+        batch: RolloutBatch,
+        loss_function: LossFunction,
+        *,
+        lr: float,
+        temperature: float,
+        minibatches: int,
+        compare: bool,
+    ) -> dict[str, float]:
+        check_batch(batch, self._architecture.vocab_size)
+        plans = self._plan(batch, trained_samples(batch), minibatches=minibatches)
+        total, norms, skipped = Tally(), [], 0
+        for number, plan in enumerate(plans):
+            self._optimizer.zero_grad()
+            tally = forward_backward(
+                self._optimizer.ddp,
+                batch,
+                plan.ranks[self._layout.data_parallel_rank],
+                loss_function,
+                temperature=temperature,
+                vocab_size=self._architecture.vocab_size,
+                device=self._device,
+                compare=compare and number == 0,
+            )
+            grad_norm = self._optimizer.grad_norm()
+            if math.isfinite(tally.sums["loss"]) and math.isfinite(grad_norm):
+                self._optimizer.step(lr, grad_norm)
+                norms.append(grad_norm)
+            elif self._config.train.on_nonfinite == "skip":
+                skipped += 1
+                continue
+            else:
+                self._stop(batch, plan, number, tally.sums["loss"], grad_norm)
+            total.add(tally)
+            if compare and number == 0:
+                total.sums["compared"] = tally.sums["tokens"]
+        return _metrics(total, norms, lr=lr, skipped=skipped, tokens=len(batch.tokens))
+
+    def _stop(self, batch: RolloutBatch, plan: StepPlan, number: int, loss: float, grad_norm: float) -> None:
+        """Raises NonFiniteError; every rank comes here, since loss and norm were reduced over all of them."""
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+        path, _ = dump_paths(self._failure_dir, batch.rollout_id)
+        if self._layout.rank == 0:
+            facts = {
+                "what": what,
+                "minibatch": number,
+                "loss": str(loss),
+                "grad_norm": str(grad_norm),
+                "samples": sorted(batch.sample_ids[i] for i in plan.samples),
+            }
+            save_batch(batch, self._failure_dir, facts)
+        raise NonFiniteError(
+            f"{what} in optimizer step {number} of rollout {batch.rollout_id}; no weight was changed by it. The batch is saved in "
+            f"{path}. Lower train.lr or train.grad_clip, or set train.on_nonfinite = \"skip\" to go on without such steps"
+        )
+
+
+def _sft_loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
+    return losses.sft(logprobs, mask)
+
+
+def _metrics(total: Tally, norms: list[float], *, lr: float, skipped: int, tokens: int) -> dict[str, float]:
+    """Means per trained token; a step that trained nothing reports no means."""
+    metrics = {
+        "train/lr": lr,
+        "train/tokens": float(tokens),
+        "train/trained_tokens": total.sums.get("tokens", 0.0),
+        "train/updates": float(len(norms)),
+        "train/skipped_updates": float(skipped),
+    }
+    if norms:
+        metrics["train/grad_norm"] = sum(norms) / len(norms)
+    for key in total.sums:
+        if key == "logprob_diff":
+            metrics["train/logprob_diff_mean"] = total.sums[key] / total.sums["compared"]
+            metrics["train/logprob_diff_max"] = total.maxima[key]
+        elif key not in ("tokens", "compared"):
+            metrics[f"train/{key}"] = total.mean(key)
+    if "ratio_max" in total.maxima:
+        metrics["train/ratio_max"] = total.maxima["ratio_max"]
+    return metrics
