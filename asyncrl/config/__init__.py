@@ -1,4 +1,7 @@
-"""Typed, frozen configuration: one pydantic model per section. Importing it never imports torch."""
+"""Typed, frozen configuration: one pydantic model per section. Importing it never imports torch.
+
+`root` holds the schema, `loading` reads files and options, `validation` and `layout` refuse what cannot work.
+"""
 
 from asyncrl.config.root import Config
 

@@ -22,7 +22,7 @@ class DataConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a reasoning_gym task or of the dotted function (for example {max_terms = 2})."""
 
-    size: int | None = None
+    size: int | None = Field(default=None, ge=1)
     """Number of prompts to take (or, for generated tasks, to make); None takes all of a file."""
 
     seed: int = 0

@@ -271,7 +271,7 @@ def _transport_problems(engines: list[EnginePlacement]) -> list[Problem]:
         problems.append(
             Problem(
                 "weights.transport",
-                f"tensor hands over GPU memory in place, but {', '.join(apart)} would share no GPU with a trainer rank; "
+                f"tensor hands over GPU memory in place, but {', '.join(apart)} shares no GPU with a trainer rank; "
                 "leave it at auto, or set engine.colocate = true",
             )
         )

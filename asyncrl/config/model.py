@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from asyncrl.config.base import Section
 
 
@@ -20,5 +22,5 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Numbers of trainer and engine alike; auto is float32 on CPU and bfloat16 on GPU."""
 
-    context_length: int | None = None
+    context_length: int | None = Field(default=None, ge=2)
     """Longest prompt + response in tokens; None takes the model's own limit."""

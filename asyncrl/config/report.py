@@ -1,0 +1,52 @@
+"""The dry run: what would run where, and every value with its origin. The report is itself a valid TOML file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrl.config.layout import ProcessLayout
+from asyncrl.config.machine import Machine
+from asyncrl.config.root import Config
+from asyncrl.config.toml import config_toml
+
+if TYPE_CHECKING:
+    from asyncrl.config.loading import LoadedConfig
+
+
+def dry_run_report(loaded: LoadedConfig) -> str:
+    """Process layout as comments, then the resolved configuration as TOML."""
+    lines = ["dry run: nothing was started", "", *layout_lines(loaded.config, loaded.layout, loaded.machine)]
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return f"{comments}\n{config_toml(loaded.config, loaded.sources)}"
+
+
+def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> list[str]:
+    """One line for each process of the job."""
+    kind = f"{len(machine.gpus)} GPU(s)" if layout.device == "cuda" else "CPU"
+    lines = [
+        (
+            f"process layout on {kind}, {layout.dtype}: {len(layout.trainers)} trainer rank(s) = {layout.data_parallel} "
+            f"data parallel x {layout.tensor_parallel} tensor parallel, {len(layout.engines)} engine(s)"
+        )
+    ]
+    for trainer in layout.trainers:
+        role = "driver and trainer" if trainer.rank == 0 else "trainer"
+        copy, part = divmod(trainer.rank, layout.tensor_parallel)
+        place = "CPU" if trainer.gpu is None else f"node {trainer.node} GPU {trainer.gpu}"
+        lines.append(f"  {f'rank {trainer.rank}':<12} {place:<16} {role}, model copy {copy} part {part}")
+    lines.append(f"  {'host':<12} {'CPU':<16} owns engines, router and reward workers")
+    port = "a free port" if config.router.port is None else f"port {config.router.port}"
+    lines.append(f"  {'router':<12} {'CPU':<16} {config.router.policy}, {config.run.host}, {port}")
+    for engine in layout.engines:
+        place = "GPU " + ",".join(map(str, engine.gpus)) if engine.gpus else "CPU"
+        shared = ", shares its GPU with the trainer" if engine.colocated else ""
+        cores = f", cores {','.join(map(str, config.engine.cpus))}" if config.engine.cpus is not None else ""
+        lines.append(
+            f"  {engine.engine_id:<12} {place:<16} tensor parallel {engine.tensor_parallel}, weights by "
+            f"{engine.transport}{shared}{cores}"
+        )
+    if config.reward.workers:
+        lines.append(f"  {'rewards':<12} {'CPU':<16} {config.reward.workers} worker(s)")
+    if layout.unused_gpus:
+        lines.append(f"  unused: GPU {', '.join(map(str, layout.unused_gpus))}")
+    return lines

@@ -1,0 +1,188 @@
+"""Combinations of settings that cannot work, each with its reason. Pure functions; ranges of one field are pydantic's.
+
+Refused is what would fail later, or would silently train on something else than was asked for. What is merely unwise
+is the user's own business.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+
+from asyncrl.config.data import DataConfig
+from asyncrl.config.engine_args import server_arg_problems
+from asyncrl.config.inputs import ModelFacts
+from asyncrl.config.machine import Machine
+from asyncrl.config.problems import Problem
+from asyncrl.config.root import Config
+
+_AGENT_GRACE_S = 30.0  # torchrun kills its ranks this long after it passed on a signal
+
+
+def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
+    """Everything that is wrong with a config of valid fields, on this machine and with this model where it is known."""
+    return [
+        *_sampling_problems(config),
+        *_batch_problems(config, machine),
+        *_length_problems(config, facts),
+        *_data_problems(config),
+        *_parallel_problems(config, facts),
+        *_host_problems(config, machine),
+        *server_arg_problems(config.engine.server_args),
+    ]
+
+
+def _sampling_problems(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield Problem(
+            "rollout.temperature",
+            "0 (greedy) cannot train: log-probs at temperature 0 are undefined and a group's samples would all be the "
+            "same; use 1.0 (eval.temperature may be 0)",
+        )
+    if rollout.top_p != 1:
+        yield Problem(
+            "rollout.top_p",
+            f"{rollout.top_p:g} cannot train: the engine's log-probs are not renormalised for top-p, so trainer and "
+            "engine would disagree on what was sampled; use 1",
+        )
+    if rollout.top_k != -1:
+        yield Problem(
+            "rollout.top_k",
+            f"{rollout.top_k} cannot train: the engine's log-probs are not renormalised for top-k, so trainer and "
+            "engine would disagree on what was sampled; use -1 (off)",
+        )
+    if config.train.loss == "grpo" and rollout.samples_per_prompt == 1:
+        yield Problem(
+            "rollout.samples_per_prompt",
+            "1 leaves GRPO nothing to compare: every advantage would be 0; use at least 2",
+        )
+    if "" in rollout.stop:
+        yield Problem("rollout.stop", "an empty string would end every response at once; take it out")
+    if rollout.ignore_eos and rollout.stop:
+        yield Problem(
+            "rollout.ignore_eos", "the engine then ignores stop strings too; take out rollout.stop or ignore_eos"
+        )
+
+
+def _batch_problems(config: Config, machine: Machine) -> Iterator[Problem]:
+    prompts, minibatches = config.rollout.prompts_per_step, config.train.minibatches
+    if machine.world_size % config.train.tensor_parallel:
+        return  # The layout says so; there is no data-parallel size to divide by.
+    copies = machine.world_size // config.train.tensor_parallel
+    if prompts % (minibatches * copies):
+        unit = minibatches * copies
+        below, above = prompts - prompts % unit, prompts - prompts % unit + unit
+        yield Problem(
+            "rollout.prompts_per_step",
+            f"{prompts} prompts cannot be split evenly among {minibatches} minibatch(es) (train.minibatches) and "
+            f"{copies} data-parallel cop{'y' if copies == 1 else 'ies'} of the model ({machine.world_size} rank(s) / "
+            f"train.tensor_parallel {config.train.tensor_parallel}); use {f'{below} or ' if below else ''}{above}",
+        )
+    if config.train.num_steps is None and config.data.size is not None and config.data.size < prompts:
+        yield Problem(
+            "data.size",
+            f"{config.data.size} prompts do not fill one batch of {prompts} (rollout.prompts_per_step), so an epoch "
+            "would have no step; raise it, or set train.num_steps",
+        )
+
+
+def _length_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    own = facts.context_length if facts is not None else None
+    asked = config.model.context_length
+    if own is not None and asked is not None and asked > own:
+        yield Problem(
+            "model.context_length", f"{asked} is over the model's own limit of {own} tokens; use at most that"
+        )
+    context = min((limit for limit in (own, asked) if limit is not None), default=None)
+    response = config.rollout.max_new_tokens
+    responses = [("rollout.max_new_tokens", response)]
+    if config.eval.max_new_tokens is not None:
+        responses.append(("eval.max_new_tokens", config.eval.max_new_tokens))
+    for key, length in responses:
+        if context is not None and length >= context:
+            yield Problem(
+                key,
+                f"{length} response tokens leave no room for a prompt in a context of {context} tokens; use less than "
+                f"{context}",
+            )
+    # With a context set by the user a sequence may fill it; else all that is known is a response and its prompt.
+    longest = asked if asked is not None else response + 1
+    budget = config.train.max_tokens_per_microbatch
+    if budget < longest:
+        yield Problem(
+            "train.max_tokens_per_microbatch",
+            f"{budget} does not hold the longest sequence of "
+            + (
+                f"{longest} tokens (model.context_length)"
+                if asked is not None
+                else f"{response} response tokens and a prompt"
+            )
+            + f"; use at least {longest}",
+        )
+    pool = config.engine.max_total_tokens
+    if pool is not None and pool < longest:
+        yield Problem(
+            "engine.max_total_tokens", f"{pool} KV slots do not hold one sequence of {longest} tokens; use more"
+        )
+
+
+def _data_problems(config: Config) -> Iterator[Problem]:
+    sources: list[tuple[str, DataConfig]] = [("data", config.data)]
+    if config.eval.data is not None:
+        sources.append(("eval.data", config.eval.data))
+    for key, data in sources:
+        if data.system_prompt is not None and data.chat_template is False:
+            yield Problem(
+                f"{key}.system_prompt",
+                f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
+            )
+
+
+def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    if facts is None or facts.attention_heads is None or facts.key_value_heads is None:
+        return
+    heads, kv_heads = facts.attention_heads, facts.key_value_heads
+    size = config.train.tensor_parallel
+    if heads % size or kv_heads % size:
+        yield Problem(
+            "train.tensor_parallel",
+            f"{size} does not divide the model's {heads} attention heads and {kv_heads} key-value heads",
+        )
+    size = config.engine.tensor_parallel
+    # SGLang repeats key-value heads where there are fewer than ranks.
+    if heads % size or (kv_heads % size and size % kv_heads):
+        yield Problem(
+            "engine.tensor_parallel",
+            f"{size} does not fit the model's {heads} attention heads and {kv_heads} key-value heads",
+        )
+
+
+def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
+    if not _is_loopback(config.run.host):
+        yield Problem(
+            "run.host",
+            f"{config.run.host} is no IPv4 loopback address; the servers of a job take commands from whoever reaches "
+            "them, so they stay on 127.0.0.1",
+        )
+    if config.run.stop_grace_s >= _AGENT_GRACE_S:
+        yield Problem(
+            "run.stop_grace_s",
+            f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
+            "signal; use less",
+        )
+    if config.engine.cpus is not None:
+        absent = sorted(set(config.engine.cpus) - set(machine.cpus))
+        if absent or not config.engine.cpus:
+            yield Problem(
+                "engine.cpus",
+                f"{list(config.engine.cpus)} cannot be bound to; this job may run on cores "
+                f"{', '.join(map(str, machine.cpus))}",
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
