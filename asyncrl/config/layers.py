@@ -69,10 +69,7 @@ class Layers:
             self.problems.append(Problem(option, "unknown option" + self._suggestion(path, as_option=True)))
             return
         try:
-            if spec is not None:
-                value = option_value(spec, values)
-            else:
-                value = [literal(v) for v in values] if len(values) > 1 else literal(values[0]) if values else True
+            value = option_value(spec, values) if spec is not None else entry_value(values)
         except ValueError as error:
             self.problems.append(Problem(key, str(error), option))
             return
@@ -165,6 +162,13 @@ def option_value(spec: FieldSpec, values: Sequence[str]) -> Any:
             raise ValueError(f"{values[0]!r} is not a table; write {{name = value}}, or {spec.option}.NAME VALUE")
         return value
     return values[0]
+
+
+def entry_value(values: Sequence[str]) -> Any:
+    """The value of an entry of a table, whose type is unknown; none at all is a switch. Raises ValueError."""
+    if len(values) > 1:
+        raise ValueError(f"takes one value, but {len(values)} follow ({' '.join(values)}); write a list as [a, b]")
+    return literal(values[0]) if values else True
 
 
 def _list_value(spec: FieldSpec, values: Sequence[str]) -> list[Any]:

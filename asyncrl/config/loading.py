@@ -122,7 +122,7 @@ def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
     for option, values in line.options:
         layers.add_option(option, values)
     problems = layers.problems + redacted_entries(layers.entries)
-    config, invalid = _build(layers)
+    config, invalid = build_config(layers)
     problems += invalid
     layout, misplaced = derive_layout(config, machine)
     if not line.problems and not layers.incomplete:
@@ -154,7 +154,7 @@ def _is_text(token: str) -> bool:
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in token)
 
 
-def _build(layers: Layers) -> tuple[Config, list[Problem]]:
+def build_config(layers: Layers) -> tuple[Config, list[Problem]]:
     """The config from the valid entries; the others are reported and stand at their defaults."""
     problems = []
     for path, entry in list(layers.entries.items()):

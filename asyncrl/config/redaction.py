@@ -39,4 +39,6 @@ def redacted(key: str, value: Any) -> Any:
 
 def shown(key: str, value: Any) -> str:
     """`value` as it may stand in a message."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return repr(redacted(key, value))

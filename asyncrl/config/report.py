@@ -23,11 +23,10 @@ def dry_run_report(loaded: LoadedConfig) -> str:
 def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> list[str]:
     """One line for each process of the job."""
     kind = f"{len(machine.gpus)} GPU(s)" if layout.device == "cuda" else "CPU"
+    shape = f"{layout.data_parallel} data x {layout.tensor_parallel} tensor parallel"
     lines = [
-        (
-            f"process layout on {kind}, {layout.dtype}: {len(layout.trainers)} trainer rank(s) = {layout.data_parallel} "
-            f"data parallel x {layout.tensor_parallel} tensor parallel, {len(layout.engines)} engine(s)"
-        )
+        f"process layout on {kind}, {layout.dtype}: {len(layout.trainers)} trainer rank(s), {shape}; "
+        f"{len(layout.engines)} engine(s)"
     ]
     for trainer in layout.trainers:
         role = "driver and trainer" if trainer.rank == 0 else "trainer"

@@ -83,7 +83,7 @@ def _walk(prefix: KeyPath, model: type[BaseModel]) -> Iterator[FieldSpec]:
         text = " ".join((info.description or "").split())
         if isinstance(only, type) and issubclass(only, BaseModel):
             own = " ".join((only.__doc__ or "").split())
-            missing = None if nullable else {}
+            missing: dict[str, Any] | None = None if nullable else {}
             yield FieldSpec(path, "section", nullable, (), "a table" + _or_none(nullable), missing, text or own)
             yield from _walk(path, only)
             continue

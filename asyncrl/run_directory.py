@@ -1,0 +1,256 @@
+"""The directory that holds everything a run leaves behind: config, metrics, events, logs, export, summary.
+
+Invariants
+- One process at a time: the lock is the kernel's, so it ends with the process that holds it, however that ends.
+- A directory is taken only when it is new, empty, or holds a run of ours (`.asyncrl-run.json`) that the user agreed to
+  overwrite; nothing else is ever erased or written into.
+- A gang that torchrun restarted goes on in the directory of its first attempt, whatever `run.if_exists` says.
+- The saved configuration carries no secrets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import psutil
+
+from asyncrl.config.root import Config
+from asyncrl.config.toml import config_toml
+from asyncrl.errors import RunDirectoryError
+
+MARKER = ".asyncrl-run.json"
+LOCK = ".lock"
+
+IfExists = Literal["error", "new", "overwrite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The torchrun agent that started this process, and how often it has restarted its ranks."""
+
+    agent: str
+    """Process id and start time of the agent: the same for all attempts of a job, and for no other job."""
+    restarts: int
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] = os.environ) -> Gang:
+        """This process's gang; outside torchrun each process is its own."""
+        under_agent = "TORCHELASTIC_RESTART_COUNT" in environ
+        process = psutil.Process(os.getppid() if under_agent else os.getpid())
+        return cls(
+            agent=f"{process.pid}@{process.create_time():.2f}",
+            restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+class _InUseError(RunDirectoryError):
+    """Another process holds the lock."""
+
+
+class RunDirectory:
+    """A locked run directory; a context manager that gives the lock back."""
+
+    def __init__(self, path: Path, attempt: int, lock: int) -> None:
+        self.path = path
+        self.attempt = attempt
+        """0 for the first start of the job, then one more for each restart of the gang."""
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(
+        cls, config: Config, sources: Mapping[str, str] | None = None, *, gang: Gang | None = None
+    ) -> RunDirectory:
+        """Takes the directory that `config.run` asks for and writes `config.toml` into it.
+
+        `sources` (dotted key → origin) are added to the saved file as comments. Raises RunDirectoryError.
+        """
+        gang = gang or Gang.detect()
+        earlier = _first_attempt(config.run.dir, gang) if gang.restarts else None
+        path, lock = earlier or _claim(config.run.dir, config.run.if_exists)
+        run = cls(path, gang.restarts, lock)
+        try:
+            _write(
+                path / MARKER, json.dumps({"agent": gang.agent, "attempt": run.attempt, "started": time.time()}) + "\n"
+            )
+            run.logs.mkdir(exist_ok=True)
+            _write(run.config, config_toml(config, sources))
+        except OSError as error:
+            run.close()
+            raise _unusable(path, error) from error
+        return run
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, without secrets."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the logs, one file for each process."""
+        return self.path / "logs"
+
+    @property
+    def export(self) -> Path:
+        """Directory of the Hugging Face export; does not exist until the export is complete."""
+        return self.path / "export"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def close(self) -> None:
+        """Gives the lock back; idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _claim(path: Path, policy: IfExists) -> tuple[Path, int]:
+    """The directory to use, locked, with nothing of an earlier run in it."""
+    if policy == "new":
+        return next((name, lock) for name in _names(path) if (lock := _lock_if_free(name)) is not None)
+    if _state(path) == "foreign":
+        raise RunDirectoryError(
+            f"run.dir: {path} holds files that are no run's, and they are left alone; choose another with --run.dir"
+        )
+    lock = _lock(path)
+    try:
+        if _state(path) == "run":
+            if policy == "error":
+                raise RunDirectoryError(
+                    f"run.dir: {path} already holds a run; keep it and take the next free name with --run.if-exists "
+                    "new, erase it with --run.if-exists overwrite, or choose another with --run.dir"
+                )
+            _erase(path)
+    except BaseException:
+        os.close(lock)
+        raise
+    return path, lock
+
+
+def _first_attempt(path: Path, gang: Gang) -> tuple[Path, int] | None:
+    """The directory of this gang's earlier attempt, locked; None where it had not got that far."""
+    for name in _names(path):
+        if not name.exists():
+            return None
+        if _agent_of(name) == gang.agent:
+            return name, _lock(name)
+    return None
+
+
+def _names(path: Path) -> Iterator[Path]:
+    """runs/a, runs/a-2, runs/a-3, ... without end."""
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def _state(path: Path) -> Literal["free", "run", "foreign"]:
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        return "free"
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return "run" if MARKER in names else "foreign" if names - {LOCK} else "free"
+
+
+def _agent_of(path: Path) -> str | None:
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return marker.get("agent") if isinstance(marker, dict) else None
+
+
+def _lock_if_free(path: Path) -> int | None:
+    """The lock of a directory without a run; None where another process takes the name in the same moment."""
+    if _state(path) != "free":
+        return None
+    try:
+        lock = _lock(path)
+    except _InUseError:
+        return None
+    if _state(path) != "free":
+        os.close(lock)
+        return None
+    return lock
+
+
+def _lock(path: Path) -> int:
+    """Creates the directory and takes its lock; the descriptor holds it and is not inherited."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+        os.close(lock)
+        raise _InUseError(
+            f"run.dir: {path} is in use by {holder}; wait for it to end, or choose another with --run.dir"
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        raise _unusable(path, error) from error
+    return lock
+
+
+def _erase(path: Path) -> None:
+    """Empties the directory of a run; the marker goes last, so that an interrupted erasure can be repeated."""
+    try:
+        for entry in path.iterdir():
+            if entry.name in (MARKER, LOCK):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        (path / MARKER).unlink()
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _unusable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(f"run.dir: cannot use {path}: {error.strerror}; choose another with --run.dir")
