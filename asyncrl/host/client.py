@@ -1,0 +1,350 @@
+"""Rank 0's side of the engine host: spawn, watch, stop, and the lifeline.
+
+Invariants
+- Requests are handed over whole and in order by one writer; cancelling a caller never tears a message. The answer
+  to an abandoned request is dropped; an abandoned `spawn` is followed by a kill, so it leaves no process without owner.
+- The exit of every process is remembered until its name is used again: any number may wait, also afterwards.
+- When the host dies, every call raises EngineError, and what it left behind is ended (`proc.end_marked`, the net
+  under the guardians).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from asyncrl.errors import EngineError
+from asyncrl.host.events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
+from asyncrl.host.proc import JOB_MARK, end_marked
+from asyncrl.host.process import LineBuffer, ProcessExit, ProcessSpec, encode
+from asyncrl.host.server import log_tail
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+
+ANSWER_TIMEOUT_S = 30.0
+"""The host answers in milliseconds; much longer on a machine that swaps or is stopped."""
+
+KILL_TIMEOUT_S = 20.0
+"""From SIGKILL to the report that a whole tree is gone (the guardian itself gives up on it after 3 s)."""
+
+SHUTDOWN_TIMEOUT_S = 7.0
+"""For the host to end everything and itself; then it is killed and its guardians finish the work."""
+
+PATIENCE_S = 2.0
+"""How long guardians may take after a dead host before everything that carries the job's mark is killed."""
+
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from asyncrl.host.server import main; main()"
+"""Runs the server without site-packages: it starts in a tenth of a second whatever is installed."""
+
+
+@dataclass(slots=True)
+class _Request:
+    spawning: _Process | None = None
+    """Settled with the answer, also when the caller has abandoned the request."""
+    answered: anyio.Event = field(default_factory=anyio.Event)
+    answer: dict[str, Any] | None = None
+    """None after `answered`: the host is gone."""
+
+
+@dataclass(slots=True)
+class _Process:
+    spec: ProcessSpec
+    pid: int = 0
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    exit: ProcessExit | None = None
+    failure: str | None = None
+    """Why it never started. Neither exit nor failure after `ended`: the host is gone, and the process with it."""
+
+
+class EngineHost:
+    """A running host. Create it with `async with EngineHost.start(log_dir) as host`."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], lifeline: socket.socket, job: str, log: Path, events: EventLog):
+        self.pid = popen.pid
+        self.job = job
+        self._popen = popen
+        self._lifeline = lifeline
+        self._log = log
+        self._events = events
+        self._lines = LineBuffer()
+        self._outbox = bytearray()
+        self._to_send = anyio.Event()
+        self._requests: dict[int, _Request] = {}
+        self._last_id = 0
+        self._processes: dict[str, _Process] = {}
+        self._gone = False
+        self._closing = False
+        self._closed = anyio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, log_dir: Path | str, events: EventLog | None = None) -> AsyncIterator[EngineHost]:
+        """Starts the host and returns at once (it takes requests while it boots); `host.log` goes to `log_dir`.
+
+        Leaving the block ends everything the host spawned. Raises EngineError when the host cannot be started.
+        """
+        host = await anyio.to_thread.run_sync(cls._launch, Path(log_dir), events or EventLog(None))
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(host._receive)
+                tasks.start_soon(host._send)
+                try:
+                    yield host
+                finally:
+                    await host.aclose()
+                    tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            # The two tasks raise nothing: this is the body's own error, wrapped by the task group.
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from group.exceptions[0].__cause__
+            raise
+        finally:
+            host._lifeline.close()
+
+    @classmethod
+    def _launch(cls, log_dir: Path, events: EventLog) -> EngineHost:
+        log = log_dir / "host.log"
+        ours, theirs = socket.socketpair()
+        job = secrets.token_hex(8)
+        boot = _BOOT.format(root=str(Path(__file__).resolve().parents[2]))
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            with theirs, log.open("ab") as output:
+                popen = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", boot, str(theirs.fileno()), str(os.getpid())],
+                    env=os.environ | {JOB_MARK: job},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            raise EngineError(f"engine host: cannot start it (log {log}): {error}") from error
+        ours.setblocking(False)
+        events.emit(HostStarted(pid=popen.pid, job=job))
+        return cls(popen, ours, job, log, events)
+
+    async def spawn(self, spec: ProcessSpec) -> int:
+        """Starts a process and returns its pid; raises EngineError that names it when it cannot be started."""
+        known = self._processes.get(spec.name)
+        if known is not None and not known.ended.is_set():
+            raise EngineError(f"{spec.name}: a process of this name is alive (pid {known.pid}); stop it first")
+        self._check_alive()
+        process = self._processes[spec.name] = _Process(spec)
+        message = {"op": "spawn", **asdict(spec)}
+        try:
+            await self._ask(message, "spawn", spec.name, ANSWER_TIMEOUT_S, process)
+        except EngineError:
+            raise
+        except BaseException:  # cancelled or timed out: whatever comes of it would have no owner
+            self._post({"op": "kill", "name": spec.name})
+            raise
+        self._events.emit(ProcessSpawned(name=spec.name, pid=process.pid, log_path=spec.log_path, cpus=spec.cpus))
+        return process.pid
+
+    async def wait(self, name: str, timeout_s: float = math.inf) -> ProcessExit:
+        """Waits for the end of a process and its tree; at once if it has ended. Raises EngineError if the host dies."""
+        process = self._process(name)
+        with waiting("exit", name, timeout_s):
+            await process.ended.wait()
+        return self._exit_of(process)
+
+    async def stop(self, name: str, grace_s: float) -> ProcessExit:
+        """SIGTERM to the process's group; after `grace_s`, SIGKILL to its whole tree. Ended already: its exit."""
+        return await self._end({"op": "stop", "name": name, "grace_s": grace_s}, grace_s + KILL_TIMEOUT_S)
+
+    async def kill(self, name: str) -> ProcessExit:
+        """SIGKILL to the whole tree at once; returns when it is gone."""
+        return await self._end({"op": "kill", "name": name}, KILL_TIMEOUT_S)
+
+    async def signal(self, name: str, signum: int) -> None:
+        """Signals the process's group. Raises EngineError when it is not running."""
+        self._process(name)
+        await self._ask({"op": "signal", "name": name, "signal": int(signum)}, "signal", name, ANSWER_TIMEOUT_S)
+
+    async def tail(self, name: str, lines: int) -> str:
+        """Last lines that the newest incarnation of `name` wrote to its log (at most 64 KiB of them)."""
+        self._process(name)
+        answer = await self._ask({"op": "tail", "name": name, "lines": lines}, "log tail", name, ANSWER_TIMEOUT_S)
+        return str(answer["tail"])
+
+    async def aclose(self) -> None:
+        """Ends every process of the host, then the host; idempotent, safe in a cancelled scope, bounded in time."""
+        with anyio.CancelScope(shield=True):
+            if self._closing:
+                await self._closed.wait()
+                return
+            self._closing = True
+            self._post({"op": "shutdown"})
+            with waiting("end", "engine host", math.inf):  # bounded inside
+                survivors = await anyio.to_thread.run_sync(self._end_host)
+            self._drain()  # the reader may have been cancelled
+            self._on_host_gone()
+            self._events.emit(HostEnded(pid=self.pid, expected=self._popen.returncode == 0, survivors=survivors))
+            self._closed.set()
+
+    def _end_host(self) -> int:
+        """Blocks until host and job have ended; returns how many processes of the job survived (0 is normal)."""
+        try:
+            self._popen.wait(SHUTDOWN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()  # its guardians see that, and end what they guard
+            self._popen.wait()
+        return end_marked(self.job, PATIENCE_S, KILL_TIMEOUT_S)
+
+    async def _end(self, message: dict[str, Any], timeout_s: float) -> ProcessExit:
+        process = self._process(message["name"])
+        if not process.ended.is_set():
+            await self._ask(message, message["op"], message["name"], timeout_s)
+        return self._exit_of(process)
+
+    def _process(self, name: str) -> _Process:
+        if name not in self._processes:
+            raise EngineError(f"{name}: no process of this name was ever spawned")
+        return self._processes[name]
+
+    def _exit_of(self, process: _Process) -> ProcessExit:
+        if process.exit is None:
+            raise self._death() if process.failure is None else EngineError(process.failure)
+        return process.exit
+
+    def _check_alive(self) -> None:
+        if self._gone or self._closing:
+            raise self._death()
+
+    def _death(self) -> EngineError:
+        if self._closing:
+            return EngineError("engine host: it is closed, and everything it had spawned has ended")
+        last_words = log_tail(str(self._log), 0, 10)
+        return EngineError(
+            f"engine host (pid {self.pid}): it died, and every process that it had spawned was killed with it; "
+            f"see {self._log}" + (f", which ends with\n{last_words}" if last_words else "")
+        )
+
+    # the wire
+
+    async def _ask(
+        self, message: dict[str, Any], what: str, subject: str, timeout_s: float, spawning: _Process | None = None
+    ) -> dict[str, Any]:
+        self._check_alive()
+        request = _Request(spawning)
+        request_id = self._post(message)
+        self._requests[request_id] = request
+        try:
+            with waiting(what, subject, timeout_s):
+                await request.answered.wait()
+        except TimeoutError:
+            self._drain()  # this loop may have been blocked with the answer at its door
+            if not request.answered.is_set():
+                raise
+        if request.answer is None:
+            raise self._death()
+        if request.answer["error"] is not None:
+            raise EngineError(request.answer["error"])
+        return request.answer
+
+    def _post(self, message: dict[str, Any]) -> int:
+        self._last_id += 1
+        self._outbox += encode({"id": self._last_id, **message})
+        self._flush()
+        return self._last_id
+
+    def _flush(self) -> None:
+        try:
+            sent = self._lifeline.send(self._outbox) if self._outbox else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the host is gone; the reader tells everyone
+            sent = len(self._outbox)
+        del self._outbox[:sent]
+        if self._outbox:
+            self._to_send.set()
+
+    async def _send(self) -> None:
+        """Sends what the socket did not take at once (the host was slow to read)."""
+        while True:
+            await self._to_send.wait()
+            self._to_send = anyio.Event()
+            await anyio.wait_writable(self._lifeline)
+            self._flush()
+
+    async def _receive(self) -> None:
+        while not self._gone:
+            await anyio.wait_readable(self._lifeline)
+            self._drain()
+        if not self._closing:
+            await anyio.to_thread.run_sync(self._end_host)
+
+    def _drain(self) -> None:
+        """Takes in everything that has arrived."""
+        while not self._gone:
+            try:
+                data = self._lifeline.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._on_host_gone()
+                return
+            for message in self._lines.feed(data):
+                if message is not None:
+                    self._on_message(message)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        if "exited" in message:
+            self._on_exit(message)
+            return
+        request = self._requests.pop(message["id"], None)
+        if request is None:
+            return
+        if request.spawning is not None:
+            if message["error"] is None:
+                request.spawning.pid = message["pid"]
+            else:
+                request.spawning.failure = message["error"]
+                request.spawning.ended.set()
+        request.answer = message
+        request.answered.set()
+
+    def _on_exit(self, message: dict[str, Any]) -> None:
+        process = self._processes[message["exited"]]
+        process.exit = ProcessExit(
+            name=message["exited"],
+            pid=message["pid"],
+            returncode=message["returncode"],
+            log_tail=message["log_tail"],
+            requested=message["requested"],
+        )
+        process.ended.set()
+        self._events.emit(
+            ProcessExited(
+                name=message["exited"],
+                pid=message["pid"],
+                returncode=message["returncode"],
+                requested=message["requested"],
+                survivors=message["survivors"],
+            )
+        )
+
+    def _on_host_gone(self) -> None:
+        self._gone = True
+        for request in self._requests.values():
+            request.answered.set()
+        self._requests.clear()
+        for process in self._processes.values():
+            process.ended.set()

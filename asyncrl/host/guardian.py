@@ -1,0 +1,168 @@
+"""The guardian of one spawned process: a fork of the host that is its parent and the subreaper of its whole tree.
+
+Why a process of its own: it ties every descendant to a name (whatever sessions they open or titles they write over
+their environment), and it outlives the host by the moment that it takes to kill them.
+
+- It tells the host `started` or `failed`, and at the end `exited`, once the tree is dead.
+- The host tells it `signal n` for the process's group. End of file (the host wants an end, or is dead) kills the tree.
+- Should the guardian itself be SIGKILLed, the process dies by its parent-death signal and the host kills the orphans.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from asyncrl.host.proc import become_subreaper, die_with_parent, kill_descendants, reap, set_name
+from asyncrl.host.process import LineBuffer, ProcessSpec, encode
+
+KILL_TIMEOUT_S = 3.0
+"""How long SIGKILLed descendants may take to vanish before they are reported as survivors."""
+
+_DEFAULTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a spawned process finds at their default, whatever rank 0's launcher ignored (nohup, `&`)."""
+
+
+def fork_guardian(spec: ProcessSpec) -> tuple[int, socket.socket]:
+    """Forks a guardian for `spec`; returns its pid and the host's end of its channel. The caller has one thread."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _close_all_but(theirs.fileno())
+            _Guardian(theirs, spec).run()
+        except BaseException:
+            traceback.print_exc()  # into the host's log
+        finally:
+            os._exit(0)  # never return into the host's loop
+    theirs.close()
+    return pid, ours
+
+
+def _close_all_but(kept: int) -> None:
+    """Closes what the fork inherited: with copies of lifeline or channels about, their ends would never be seen."""
+    for fd in [int(entry) for entry in os.listdir("/proc/self/fd")]:
+        if fd > 2 and fd != kept:
+            try:
+                os.close(fd)
+            except OSError:  # the descriptor of the listing itself
+                continue
+
+
+class _Guardian:
+    def __init__(self, channel: socket.socket, spec: ProcessSpec) -> None:
+        self.channel = channel
+        self.spec = spec
+        self.main = 0
+        self.ended: dict[int, int] = {}
+        """Exit codes of the children collected so far: the process itself and orphans of its tree."""
+
+    def run(self) -> None:
+        os.setsid()
+        become_subreaper()
+        set_name(f"guard:{self.spec.name}")
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        try:
+            log_start = self._launch()
+        except _CannotStart as error:
+            self._tell({"failed": f"{self.spec.name}: {error}"})
+            return
+        self._tell({"started": self.main, "log_start": log_start})
+        self._watch(wake)
+        survivors = kill_descendants(os.getpid(), KILL_TIMEOUT_S, reap=self._reap)
+        self._tell({"exited": self.ended.get(self.main, -signal.SIGKILL), "survivors": survivors})
+
+    def _launch(self) -> int:
+        """Starts the process; returns where in the log its own output begins."""
+        guardian = os.getpid()
+        log = self._open_log()
+        log_start = os.fstat(log).st_size
+        if self.spec.cpus is not None:
+            try:
+                os.sched_setaffinity(0, self.spec.cpus)
+            except (OSError, ValueError) as error:
+                raise _CannotStart(f"cannot run on cpus {self.spec.cpus}: {_reason(error)}") from error
+
+        def before_exec() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            for signum in _DEFAULTED:
+                signal.signal(signum, signal.SIG_DFL)
+            die_with_parent(guardian)
+
+        try:
+            process = subprocess.Popen(
+                self.spec.argv,
+                env=os.environ | self.spec.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            raise _CannotStart(f"cannot execute {self.spec.argv[0]!r}: {_reason(error)}") from error
+        os.close(log)
+        self.main = process.pid
+        process.returncode = 0  # `reap` collects it, not Popen
+        return log_start
+
+    def _open_log(self) -> int:
+        path = self.spec.log_path
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            # a full disk shows only in a write
+            os.write(log, f"[asyncrl] {time.strftime('%Y-%m-%d %H:%M:%S')} {self.spec.name} starts\n".encode())
+        except (OSError, ValueError) as error:
+            raise _CannotStart(f"cannot write its log {path!r}: {_reason(error)}") from error
+        return log
+
+    def _watch(self, wake: int) -> None:
+        """Returns when the process has ended or the host wants its end."""
+        lines = LineBuffer()
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while self.main not in self.ended:
+            ready = {fd for fd, _ in poll.poll()}
+            if wake in ready:
+                os.read(wake, 4096)
+            self._reap()
+            if self.channel.fileno() not in ready:
+                continue
+            try:
+                data = self.channel.recv(4096)
+            except ConnectionError:
+                return
+            if not data:
+                return
+            for message in lines.feed(data):
+                # not reaped, so the group id cannot belong to anyone else
+                if message is not None and self.main not in self.ended:
+                    os.killpg(self.main, message["signal"])
+
+    def _reap(self) -> None:
+        self.ended |= reap()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self.channel.sendall(encode(message))
+        except OSError:  # the host is gone; the work goes on without it
+            return
+
+
+class _CannotStart(Exception):
+    """Why a process could not be started, for whoever asked for it."""
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,69 @@
+"""What crosses the seam between rank 0 and the host: process descriptions, exits, and JSON lines to carry them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LINE_BYTES = 4 << 20
+"""A longer line is nonsense: an environment plus a command line stay under 2 MiB on Linux."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """A process to be spawned."""
+
+    name: str
+    """Unique among the live processes of the host: `engine-0`, `router`."""
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    """Laid over the host's environment, which is rank 0's at the start of the host."""
+    log_path: str = "/dev/null"
+    """stdout and stderr are appended to this file."""
+    cpus: tuple[int, ...] | None = None
+    """CPUs the process may run on; None: those of rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """The end of a process and of its whole tree."""
+
+    name: str
+    pid: int
+    returncode: int
+    """Exit status; -n when signal n ended it."""
+    log_tail: str
+    """Last lines that this incarnation wrote to its log."""
+    requested: bool = False
+    """The job asked for it (`stop`, `kill`, or the end of the host); False: it ended by itself."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class LineBuffer:
+    """Cuts a byte stream into JSON objects; what is no JSON object comes out as None."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any] | None]:
+        self._rest += data
+        while (end := self._rest.find(b"\n")) >= 0:
+            line = bytes(self._rest[:end])
+            del self._rest[: end + 1]
+            yield self._decode(line)
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._rest.clear()
+            yield None
+
+    @staticmethod
+    def _decode(line: bytes) -> dict[str, Any] | None:
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
