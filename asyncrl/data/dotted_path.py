@@ -16,7 +16,7 @@ from asyncrl.errors import AsyncRLError
 
 
 def resolve_dotted_path(path: str, *, setting: str, error: type[AsyncRLError]) -> Callable[..., Any]:
-    """Imports the function that `setting` names; whatever goes wrong becomes one `error` that says which step failed."""
+    """Imports the function that `setting` names; any defect becomes one `error` that says which step failed."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise error(f"{setting}: {path!r} is not of the form package.module:function")
@@ -26,7 +26,9 @@ def resolve_dotted_path(path: str, *, setting: str, error: type[AsyncRLError]) -
         target: Any = importlib.import_module(module_name)
     except Exception as cause:  # a user's module may raise anything while it is imported
         where = f"module {module_name!r} does not import"
-        raise error(f"{setting}: {path!r}: {where} ({type(cause).__name__}: {cause}); looked in {os.getcwd()} too") from cause
+        raise error(
+            f"{setting}: {path!r}: {where} ({type(cause).__name__}: {cause}); looked in {os.getcwd()} too"
+        ) from cause
     for name in attribute.split("."):
         if not hasattr(target, name):
             raise error(f"{setting}: {path!r}: {module_name!r} has no {attribute!r}")

@@ -38,7 +38,10 @@ def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]
     """Yields the records that `config` names, `config.size` at most. Raises DataError, also while iterating."""
     source = config.source
     if not source:
-        raise ConfigError(f"{where}.source is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or module:function")
+        raise ConfigError(
+            f"{where}.source is not set; give a .jsonl or .parquet file, a dataset directory, "
+            "reasoning_gym:TASK or package.module:function"
+        )
     path = Path(source)
     if source.startswith("reasoning_gym:"):
         records = _reasoning_gym(config, where)
@@ -108,10 +111,13 @@ def _directory(path: Path, config: DataConfig, where: str) -> Iterator[Record]:
 
 
 def _files_of_split(path: Path, files: list[Path], split: str | None, where: str) -> list[Path]:
-    """Files are of a split when their name, or their folder, begins with it: `train-00000-of-00001.parquet`, `train/0.parquet`."""
+    """Files whose name, or folder, begins with the split: `train-00000-of-00001.parquet`, `train/0.parquet`."""
 
     def belongs(file: Path, name: str) -> bool:
-        return any(part == name or part.startswith((f"{name}-", f"{name}.", f"{name}_")) for part in file.relative_to(path).parts)
+        return any(
+            part == name or part.startswith((f"{name}-", f"{name}.", f"{name}_"))
+            for part in file.relative_to(path).parts
+        )
 
     if split is not None:
         chosen = [f for f in files if belongs(f, split)]
@@ -132,7 +138,9 @@ def _saved_dataset(path: Path, split: str | None, where: str) -> Iterator[Record
     if isinstance(loaded, datasets.DatasetDict):
         name = split or ("train" if "train" in loaded else next(iter(loaded), None) if len(loaded) == 1 else None)
         if name not in loaded:
-            raise DataError(f"{where}.split: {path} has the splits {', '.join(map(str, loaded))}; set {where}.split to one of them")
+            raise DataError(
+                f"{where}.split: {path} has the splits {', '.join(map(str, loaded))}; set {where}.split to one of them"
+            )
         loaded = loaded[name]
     for row, fields in enumerate(loaded):
         yield Record(f"{path.name}:{row}", f"{path} row {row}", dict(fields))
@@ -146,7 +154,10 @@ def _reasoning_gym(config: DataConfig, where: str) -> Iterator[Record]:
     task = config.source.removeprefix("reasoning_gym:")
     if task not in DATASETS:
         close = [name for name in DATASETS if task and (task in name or name in task)][:5]
-        raise DataError(f"{where}.source: reasoning_gym has no task {task!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+        raise DataError(
+            f"{where}.source: reasoning_gym has no task {task!r}"
+            + (f"; did you mean {', '.join(close)}?" if close else "")
+        )
     size = config.size or _GENERATED_SIZE
     try:
         dataset = reasoning_gym.create_dataset(task, **({"seed": config.seed, "size": size} | config.args))
@@ -170,10 +181,14 @@ def _function(config: DataConfig, where: str) -> Iterator[Record]:
     try:
         for fields in function(**kwargs):
             if not isinstance(fields, dict):
-                raise DataError(f"{where}: {config.source} record {number}: expected a dict, found {type(fields).__name__}")
+                raise DataError(
+                    f"{where}: {config.source} record {number}: expected a dict, found {type(fields).__name__}"
+                )
             yield Record(f"{config.source}:{number}", f"{config.source} record {number}", fields)
             number += 1
     except DataError:
         raise
     except Exception as error:  # the user's own code
-        raise DataError(f"{where}: {config.source} failed after {number} records ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{where}: {config.source} failed after {number} records ({type(error).__name__}: {error})"
+        ) from error

@@ -27,7 +27,14 @@ class PolicyTokenizer:
     """What the rest of the project needs of a Hugging Face tokenizer. Not safe for use from two threads at once."""
 
     def __init__(
-        self, tokenizer: Any, *, source: Path, vocab_size: int, context_length: int, eos_token_id: int | None, stop_token_ids: Sequence[int]
+        self,
+        tokenizer: Any,
+        *,
+        source: Path,
+        vocab_size: int,
+        context_length: int,
+        eos_token_id: int | None,
+        stop_token_ids: Sequence[int],
     ) -> None:
         self._tokenizer = tokenizer
         self.source = source
@@ -60,11 +67,17 @@ class PolicyTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError… for a bad directory
+        except (
+            Exception
+        ) as error:  # transformers raises OSError, ValueError, ImportError, KeyError… for a bad directory
             first_line = str(error).strip().partition("\n")[0]
             raise ModelError(f"model.path: no tokenizer could be loaded from {path}: {first_line}") from error
         generation = _read_json(path / "generation_config.json") or {}
-        ends = [*_as_ids(tokenizer.eos_token_id), *_as_ids(generation.get("eos_token_id")), *_as_ids(config.get("eos_token_id"))]
+        ends = [
+            *_as_ids(tokenizer.eos_token_id),
+            *_as_ids(generation.get("eos_token_id")),
+            *_as_ids(config.get("eos_token_id")),
+        ]
         ends = [token for token in ends if 0 <= token < vocab_size]
         return cls(
             tokenizer,
@@ -100,8 +113,8 @@ class PolicyTokenizer:
         for text, ids in zip(texts, encoded, strict=True):
             if len(ids) and int(ids.max()) >= self.vocab_size:
                 raise DataError(
-                    f"the tokenizer in {self.source} gives id {int(ids.max())} for {text[:60]!r}, but the model's vocab_size is "
-                    f"{self.vocab_size}: tokenizer and model do not belong together"
+                    f"the tokenizer in {self.source} gives id {int(ids.max())} for {text[:60]!r}, but the model's "
+                    f"vocab_size is {self.vocab_size}: tokenizer and model do not belong together"
                 )
         return encoded
 
@@ -115,11 +128,15 @@ class PolicyTokenizer:
         ids: list[int] = []
         vocabulary: dict[str, int] = self._tokenizer.get_vocab() if strings else {}
         for string in strings:
-            tokens = [vocabulary[string]] if string in vocabulary else self.encode([string], add_special_tokens=False)[0].tolist()
+            tokens = (
+                [vocabulary[string]]
+                if string in vocabulary
+                else self.encode([string], add_special_tokens=False)[0].tolist()
+            )
             if len(tokens) != 1 or tokens[0] >= self.vocab_size:
                 raise ConfigError(
-                    f"rollout.stop: {string!r} is {len(tokens)} tokens {tokens} to this tokenizer; each stop string must be one token "
-                    "of the model's vocabulary"
+                    f"rollout.stop: {string!r} is {len(tokens)} tokens {tokens} to this tokenizer; "
+                    "each stop string must be one token of the model's vocabulary"
                 )
             ids.append(tokens[0])
         return tuple(ids)

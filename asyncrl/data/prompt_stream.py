@@ -1,0 +1,106 @@
+"""PromptStream: prompts without end, epoch after epoch, from a place that can be saved and found again.
+
+Invariants
+- Each epoch draws every prompt exactly once; its order follows from (seed, epoch) alone, on any machine and version.
+- A draw is known by its `ordinal`, counted over all epochs: never used twice, the same after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.data.sample import Prompt
+from asyncrl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDraw:
+    """One prompt taken from the stream."""
+
+    ordinal: int
+    """Number of this draw since the stream's beginning."""
+    epoch: int
+    prompt: Prompt
+
+
+class PromptStream:
+    """Draws from `prompts` for ever."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise DataError("a prompt stream needs at least one prompt")
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._ordinal = 0
+        self._order_epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next draw."""
+        return self._ordinal // len(self._prompts)
+
+    def draw(self) -> PromptDraw:
+        epoch, position = divmod(self._ordinal, len(self._prompts))
+        if epoch != self._order_epoch:
+            self._order_epoch, self._order = epoch, _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
+        drawn = PromptDraw(self._ordinal, epoch, self._prompts[self._order[position]])
+        self._ordinal += 1
+        return drawn
+
+    def num_rollouts_per_epoch(self, prompts_per_step: int) -> int:
+        """Whole batches in one epoch; DataError when there is not even one."""
+        whole = len(self._prompts) // prompts_per_step
+        if whole == 0:
+            raise DataError(
+                f"{len(self._prompts)} prompts do not fill one batch of rollout.prompts_per_step = {prompts_per_step}; "
+                "lower it, add data, or set train.num_steps"
+            )
+        return whole
+
+    def state(self) -> dict[str, Any]:
+        """The cursor, as plain JSON types."""
+        return {
+            "ordinal": self._ordinal,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "size": len(self),
+            "fingerprint": self._fingerprint(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues at `state`; DataError when it belongs to other data or another order."""
+        mine = self.state()
+        differing = [name for name in ("seed", "shuffle", "size", "fingerprint") if state.get(name) != mine[name]]
+        if differing:
+            name = differing[0]
+            raise DataError(
+                f"the saved place in the prompt data does not fit: {name} was {state.get(name)!r}, is {mine[name]!r}; "
+                "resume with the data and seed that the run began with"
+            )
+        self._ordinal = int(state["ordinal"])
+
+    def _fingerprint(self) -> str:
+        digest = blake2b(digest_size=8)
+        for prompt in self._prompts:
+            digest.update(prompt.prompt_id.encode() + b"\0")
+        return digest.hexdigest()
+
+
+def _epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    """int64 [size]: sorts random keys, as PCG64's raw stream is fixed across numpy versions (`permutation` is not)."""
+    if not shuffle:
+        return np.arange(size, dtype=np.int64)
+    keys = np.random.PCG64([seed & (2**63 - 1), epoch]).random_raw(size)
+    return np.argsort(keys, kind="stable").astype(np.int64)

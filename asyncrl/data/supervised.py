@@ -1,0 +1,127 @@
+"""Supervised examples for the warm-up: prompt and response pairs as the same RolloutBatch that rollouts make.
+
+A response is encoded apart from its prompt, as generation will continue it, and closed with the end token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from asyncrl.config.data import DataConfig
+from asyncrl.config.training import WarmupConfig
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.datasets import chunks, prompt_renderer, required_field
+from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sources import read_records
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.errors import DataError, ModelError
+
+log = structlog.get_logger(__name__)
+
+_CHUNK = 512
+SUPERVISED_VERSION = "data"
+"""Weight version of tokens that no weights made."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedExample:
+    """A prompt and the response to learn, tokenised."""
+
+    prompt: Prompt
+    response_text: str
+    response_ids: NDArray[np.int32]
+    """int32 [tokens], the end token included."""
+
+
+class SupervisedStream:
+    """Batches of examples without end, reshuffled each epoch; batch n is the same in every run."""
+
+    def __init__(self, examples: tuple[SupervisedExample, ...], *, batch_size: int, seed: int) -> None:
+        self._examples = {example.prompt.prompt_id: example for example in examples}
+        self._stream = PromptStream([example.prompt for example in examples], seed=seed, shuffle=True)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Examples in one epoch."""
+        return len(self._examples)
+
+    def next_batch(self, step: int) -> RolloutBatch:
+        """The next `batch_size` examples; rewards are 1, log-probs 0. `step` becomes the batch's rollout id."""
+        groups = []
+        for _ in range(self._batch_size):
+            drawn = self._stream.draw()
+            example = self._examples[drawn.prompt.prompt_id]
+            length = len(example.response_ids)
+            sample = Sample(
+                sample_id=f"{drawn.ordinal:08d}.000",
+                group_id=f"{drawn.ordinal:08d}",
+                prompt_ids=example.prompt.token_ids,
+                output_ids=example.response_ids,
+                logprobs=np.zeros(length, np.float32),
+                finish_reason="stop",
+                versions=(VersionSpan(SUPERVISED_VERSION, 0, length),),
+                text=example.response_text,
+                reward=1.0,
+            )
+            groups.append(SampleGroup(sample.group_id, example.prompt, (sample,)))
+        return RolloutBatch.from_groups(step, groups, temperature=1.0)
+
+
+def load_supervised(
+    config: WarmupConfig, data: DataConfig, tokenizer: PolicyTokenizer, *, context_length: int
+) -> SupervisedStream:
+    """Reads the warm-up's examples; prompts are rendered as `data` says. Blocks: call it in a thread.
+
+    Raises DataError as `load_prompts` does, and ModelError when the model has no end token to teach.
+    """
+    where = "warmup"
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{tokenizer.source} names no end token (eos_token_id), so the warm-up cannot teach where a response ends"
+        )
+    end = np.array([tokenizer.eos_token_id], np.int32)
+    source = data.model_copy(
+        update={"source": config.source, "args": config.args, "size": config.size, "split": None, "seed": config.seed}
+    )
+    source = source.model_copy(update={"answer_key": config.response_key})
+    render = prompt_renderer(source, tokenizer, where)
+    chat = tokenizer.uses_chat_template(source.chat_template)
+    examples: list[SupervisedExample] = []
+    dropped = 0
+    for chunk in chunks(read_records(source, where=where), _CHUNK):
+        texts = [render(record) for record in chunk]
+        responses = [required_field(record, config.response_key, where, "response_key") for record in chunk]
+        for record, response in zip(chunk, responses, strict=True):
+            if not isinstance(response, str):
+                found = type(response).__name__
+                raise DataError(
+                    f'{where}: {record.place}: field "{config.response_key}" must be a string, found {found}'
+                )
+        prompt_ids = tokenizer.encode(texts, add_special_tokens=not chat)
+        response_ids = tokenizer.encode(responses, add_special_tokens=False)
+        for record, text, ids, response, target in zip(chunk, texts, prompt_ids, responses, response_ids, strict=True):
+            if len(ids) == 0:
+                raise DataError(f"{where}: {record.place}: the prompt is empty")
+            target_ids = np.concatenate([target, end])
+            if len(ids) + len(target_ids) > context_length:
+                dropped += 1
+                if source.overlong == "error":
+                    total = len(ids) + len(target_ids)
+                    raise DataError(
+                        f"{where}: {record.place}: prompt and response have {total} tokens, "
+                        f'over the context of {context_length}; shorten them, or set data.overlong = "drop"'
+                    )
+                continue
+            prompt = Prompt(record.record_id, text, ids, response, record.fields)
+            examples.append(SupervisedExample(prompt, response, target_ids))
+    if not examples:
+        reason = f"all {dropped} examples are over {context_length} tokens" if dropped else "there are no records"
+        raise DataError(f"{where}.source: {config.source} holds no usable example: {reason}")
+    if dropped:
+        log.warning("over-long examples dropped", source=config.source, dropped=dropped, kept=len(examples))
+    return SupervisedStream(tuple(examples), batch_size=config.batch_size, seed=config.seed)

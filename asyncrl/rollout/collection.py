@@ -1,0 +1,72 @@
+"""Collection: the pure bookkeeping of one `get`: when is it enough, and when is it hopeless.
+
+A group with too few usable samples is dropped and a new prompt takes its place, `max_drops` times: a fault that strikes
+everything ends the run with what was seen, instead of drawing prompts for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.errors import RewardError, RolloutError
+
+
+def drop_reason(group: SampleGroup, min_usable: int) -> str | None:
+    """Why `group` cannot be trained, or None. GRPO needs two rewards to compare."""
+    usable = sum(sample.reward is not None for sample in group.samples)
+    if usable >= min_usable:
+        return None
+    first = next((sample.failure for sample in group.samples if sample.failure is not None), "no samples")
+    return f"only {usable} of {len(group.samples)} samples usable: {first}"
+
+
+@dataclass(slots=True)
+class Collection:
+    """Counts the drops of one `get`."""
+
+    wanted: int
+    """Groups of the batch."""
+    max_drops: int
+    dropped: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, reason: str) -> RolloutError | None:
+        """Counts a drop; returns an error when there were more than a healthy run ever sees."""
+        self.dropped += 1
+        self.reasons[reason] += 1
+        if self.dropped <= self.max_drops:
+            return None
+        common, count = self.reasons.most_common(1)[0]
+        return RolloutError(
+            f"{self.dropped} prompt groups failed while a batch of {self.wanted} was gathered; "
+            f"most often ({count} times): {common}; see logs/ and events.jsonl in the run directory"
+        )
+
+
+@dataclass(slots=True)
+class FirstBatchCheck:
+    """Ends the run when the reward fails on more than `max_failure_fraction` of the first batch."""
+
+    reward: str
+    expected: int
+    """Samples of the first batch."""
+    max_failure_fraction: float
+    failed: int = 0
+    first_failure: str = ""
+    closed: bool = False
+    """The first batch was delivered; failures are single events from now on."""
+
+    def observe(self, sample: Sample) -> RewardError | None:
+        """Takes a sample that was generated; returns an error as soon as the fraction is certain to be exceeded."""
+        if self.closed or sample.failure is None:
+            return None
+        self.failed += 1
+        self.first_failure = self.first_failure or sample.failure
+        if self.failed <= self.max_failure_fraction * self.expected:
+            return None
+        return RewardError(
+            f"reward.function: {self.reward} failed on {self.failed} of the first {self.expected} samples; "
+            f"the first failure: {self.first_failure}"
+        )

@@ -1,0 +1,64 @@
+"""Evaluation on held-out prompts. Pure parts: the report and how samples become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from asyncrl.data.sample import Sample
+
+_MAX_FAILED = 0.5  # of the samples; with more, the point says more about the failure than about the policy
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """One point of the evaluation curve, or why there is none."""
+
+    rollout_id: int
+    accuracy: float | None
+    """Fraction of scored samples whose reward reaches eval.threshold; None when skipped."""
+    mean_reward: float | None
+    num_prompts: int
+    num_samples: int
+    """Samples asked for."""
+    failed_samples: int
+    """Samples that could not be generated or scored; in no average."""
+    truncated_fraction: float | None
+    response_tokens_mean: float | None
+    seconds: float
+    skipped: str | None = None
+    """Why there is no result."""
+
+    def as_dict(self, prefix: str = "eval/") -> dict[str, float]:
+        """Numbers by name; empty when skipped."""
+        if self.skipped is not None:
+            return {}
+        return {prefix + name: value for name, value in asdict(self).items() if name not in ("rollout_id", "skipped")}
+
+
+def skipped_report(rollout_id: int, reason: str, *, num_prompts: int = 0, seconds: float = 0.0) -> EvalReport:
+    return EvalReport(rollout_id, None, None, num_prompts, 0, 0, None, None, seconds, skipped=reason)
+
+
+def report_samples(
+    rollout_id: int, samples: Sequence[Sample], *, num_prompts: int, threshold: float, seconds: float
+) -> EvalReport:
+    """The report over `samples`, failed ones included; skipped when more than half of them failed."""
+    scored = [sample for sample in samples if sample.reward is not None]
+    failed = len(samples) - len(scored)
+    if not scored or failed > _MAX_FAILED * len(samples):
+        first = next(sample.failure for sample in samples if sample.failure is not None)
+        reason = f"{failed} of {len(samples)} samples failed; the first: {first}"
+        return skipped_report(rollout_id, reason, num_prompts=num_prompts, seconds=seconds)
+    rewards = [sample.reward for sample in scored if sample.reward is not None]
+    return EvalReport(
+        rollout_id=rollout_id,
+        accuracy=sum(reward >= threshold for reward in rewards) / len(rewards),
+        mean_reward=sum(rewards) / len(rewards),
+        num_prompts=num_prompts,
+        num_samples=len(samples),
+        failed_samples=failed,
+        truncated_fraction=sum(sample.finish_reason == "length" for sample in scored) / len(scored),
+        response_tokens_mean=sum(len(sample.output_ids) for sample in scored) / len(scored),
+        seconds=seconds,
+    )

@@ -1,0 +1,105 @@
+"""Events of the rollout side: what became of each prompt group, and what went wrong on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from asyncrl.observability.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdmitted(Event):
+    """A prompt was drawn and will be sampled."""
+
+    kind: ClassVar[str] = "group_admitted"
+    group_id: str
+    prompt_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRunning(Event):
+    """The group's first request is under way."""
+
+    kind: ClassVar[str] = "group_running"
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFinished(Event):
+    """All samples of the group ended; enough of them are usable."""
+
+    kind: ClassVar[str] = "group_finished"
+    group_id: str
+    usable: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsDelivered(Event):
+    """The groups were handed to the trainer as one batch."""
+
+    kind: ClassVar[str] = "groups_delivered"
+    rollout_id: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsTrained(Event):
+    """The trainer committed the batch."""
+
+    kind: ClassVar[str] = "groups_trained"
+    rollout_id: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFiltered(Event):
+    """A filter took the group out."""
+
+    kind: ClassVar[str] = "group_filtered"
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDropped(Event):
+    """The group ended without being trained."""
+
+    kind: ClassVar[str] = "group_dropped"
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed(Event):
+    """One attempt of a generation request failed; `retried` says whether another follows."""
+
+    kind: ClassVar[str] = "request_failed"
+    sample_id: str
+    attempt: int
+    failure: str
+    detail: str
+    retried: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailed(Event):
+    """A sample could not be scored and is left out."""
+
+    kind: ClassVar[str] = "reward_failed"
+    sample_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(Event):
+    """An evaluation ended, or was skipped for a reason."""
+
+    kind: ClassVar[str] = "evaluated"
+    rollout_id: int
+    accuracy: float | None
+    num_samples: int
+    seconds: float
+    skipped: str | None

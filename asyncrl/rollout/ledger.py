@@ -1,0 +1,132 @@
+"""The ledger: where every prompt group stands, from admission to its one end.
+
+    admitted → running → finished → delivered(rollout) → trained
+        └─────────┴──────────┴───────────┴─→ filtered(reason) | dropped(reason)
+
+Invariants
+- A group is admitted once per attempt of the job and ends once: trained, filtered or dropped.
+- A rollout id is delivered once, and committed once after that.
+
+A pure state machine: no I/O, no clock. Each transition returns the event that records it; the caller emits it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from asyncrl.errors import RolloutError
+from asyncrl.rollout.events import (
+    GroupAdmitted,
+    GroupDropped,
+    GroupFiltered,
+    GroupFinished,
+    GroupRunning,
+    GroupsDelivered,
+    GroupsTrained,
+)
+
+
+class GroupState(StrEnum):
+    """Where a group stands."""
+
+    ADMITTED = "admitted"
+    RUNNING = "running"
+    FINISHED = "finished"
+    DELIVERED = "delivered"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    DROPPED = "dropped"
+
+
+class LedgerError(Exception):
+    """A transition that the life of a group does not have: a defect of the caller."""
+
+
+class Ledger:
+    """Live groups by id, ended ones as counts: memory does not grow with the run."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, GroupState] = {}
+        self._delivered: dict[int, tuple[str, ...]] = {}
+        self._committed: set[int] = set()
+        self._ended: Counter[GroupState] = Counter()
+        self.drop_reasons: Counter[str] = Counter()
+        """How many groups were dropped or filtered, by reason."""
+
+    @property
+    def live(self) -> int:
+        """Groups admitted and not ended."""
+        return len(self._live)
+
+    def counts(self) -> Mapping[GroupState, int]:
+        """Groups by state, ended ones included."""
+        totals = Counter(self._live.values()) + self._ended
+        return {state: totals[state] for state in GroupState}
+
+    def live_groups(self, state: GroupState) -> tuple[str, ...]:
+        return tuple(group for group, at in self._live.items() if at is state)
+
+    def admit(self, group_id: str, prompt_id: str, epoch: int) -> GroupAdmitted:
+        if group_id in self._live:
+            raise LedgerError(f"group {group_id} is already {self._live[group_id]}")
+        self._live[group_id] = GroupState.ADMITTED
+        return GroupAdmitted(group_id=group_id, prompt_id=prompt_id, epoch=epoch)
+
+    def run(self, group_id: str) -> GroupRunning:
+        self._move(group_id, GroupState.ADMITTED, GroupState.RUNNING)
+        return GroupRunning(group_id=group_id)
+
+    def finish(self, group_id: str, usable: int, failed: int) -> GroupFinished:
+        self._move(group_id, GroupState.RUNNING, GroupState.FINISHED)
+        return GroupFinished(group_id=group_id, usable=usable, failed=failed)
+
+    def check_deliverable(self, rollout_id: int) -> None:
+        """Raises RolloutError when `rollout_id` was delivered before."""
+        if rollout_id in self._delivered or rollout_id in self._committed:
+            state = "committed" if rollout_id in self._committed else "delivered"
+            raise RolloutError(f"rollout {rollout_id} was already {state}; get each rollout id once")
+
+    def deliver(self, rollout_id: int, group_ids: Sequence[str]) -> GroupsDelivered:
+        self.check_deliverable(rollout_id)
+        for group_id in group_ids:
+            self._move(group_id, GroupState.FINISHED, GroupState.DELIVERED)
+        self._delivered[rollout_id] = tuple(group_ids)
+        return GroupsDelivered(rollout_id=rollout_id, group_ids=tuple(group_ids))
+
+    def commit(self, rollout_id: int) -> GroupsTrained:
+        """Raises RolloutError when `rollout_id` was not delivered, or was committed before."""
+        if rollout_id not in self._delivered:
+            reason = "was already committed" if rollout_id in self._committed else "was never delivered"
+            raise RolloutError(f"rollout {rollout_id} {reason}; commit each rollout id once, after get")
+        group_ids = self._delivered.pop(rollout_id)
+        self._committed.add(rollout_id)
+        for group_id in group_ids:
+            self._end(group_id, GroupState.TRAINED)
+        return GroupsTrained(rollout_id=rollout_id, group_ids=group_ids)
+
+    def filter(self, group_id: str, reason: str) -> GroupFiltered:
+        self._require(group_id, GroupState.FINISHED)
+        self.drop_reasons[reason] += 1
+        self._end(group_id, GroupState.FILTERED)
+        return GroupFiltered(group_id=group_id, reason=reason)
+
+    def drop(self, group_id: str, reason: str) -> GroupDropped:
+        self._require(group_id, GroupState.ADMITTED, GroupState.RUNNING, GroupState.FINISHED)
+        self.drop_reasons[reason] += 1
+        self._end(group_id, GroupState.DROPPED)
+        return GroupDropped(group_id=group_id, reason=reason)
+
+    def _require(self, group_id: str, *allowed: GroupState) -> None:
+        state = self._live.get(group_id)
+        if state not in allowed:
+            raise LedgerError(f"group {group_id} is {state or 'not live'}, not {' or '.join(allowed)}")
+
+    def _move(self, group_id: str, before: GroupState, after: GroupState) -> None:
+        self._require(group_id, before)
+        self._live[group_id] = after
+
+    def _end(self, group_id: str, state: GroupState) -> None:
+        del self._live[group_id]
+        self._ended[state] += 1

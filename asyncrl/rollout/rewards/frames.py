@@ -1,0 +1,101 @@
+"""What driver and reward worker say to each other: length-prefixed msgpack frames over a unix socket.
+
+    worker → Started(error)            once, after importing the function
+    driver → Setup                     first
+    driver → Job        worker → Outcome      one at a time
+
+Arrays travel as raw bytes. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.data.sample import FinishReason, Prompt, Sample, VersionSpan
+
+HEADER = struct.Struct("<I")
+"""Length of the frame that follows, in bytes."""
+
+
+class Setup(msgspec.Struct):
+    """Which function to import, and from where: the worker looks where the driver looks."""
+
+    function: str
+    args: dict[str, Any]
+    directory: str
+    import_path: list[str]
+
+
+class Started(msgspec.Struct):
+    error: str | None
+
+
+class Job(msgspec.Struct):
+    """One sample with its prompt."""
+
+    sample_id: str
+    group_id: str
+    prompt_ids: bytes
+    output_ids: bytes
+    logprobs: bytes
+    finish_reason: FinishReason
+    versions: list[tuple[str, int, int]]
+    text: str
+    prompt_id: str
+    prompt_text: str
+    answer: str | None
+    record: dict[str, Any]
+
+
+class Outcome(msgspec.Struct):
+    reward: float | None
+    failure: str | None
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Header and body. Raises TypeError for a record that holds what msgpack cannot carry."""
+    body = msgspec.msgpack.encode(message, enc_hook=_array_to_list)
+    return HEADER.pack(len(body)) + body
+
+
+def job_of(sample: Sample, prompt: Prompt) -> Job:
+    return Job(
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        prompt_ids=sample.prompt_ids.tobytes(),
+        output_ids=sample.output_ids.tobytes(),
+        logprobs=sample.logprobs.tobytes(),
+        finish_reason=sample.finish_reason,
+        versions=[(span.version, span.start, span.end) for span in sample.versions],
+        text=sample.text,
+        prompt_id=prompt.prompt_id,
+        prompt_text=prompt.text,
+        answer=prompt.answer,
+        record=prompt.record,
+    )
+
+
+def sample_and_prompt(job: Job) -> tuple[Sample, Prompt]:
+    prompt_ids = np.frombuffer(job.prompt_ids, np.int32)
+    sample = Sample(
+        sample_id=job.sample_id,
+        group_id=job.group_id,
+        prompt_ids=prompt_ids,
+        output_ids=np.frombuffer(job.output_ids, np.int32),
+        logprobs=np.frombuffer(job.logprobs, np.float32),
+        finish_reason=job.finish_reason,
+        versions=tuple(VersionSpan(*span) for span in job.versions),
+        text=job.text,
+    )
+    return sample, Prompt(job.prompt_id, job.prompt_text, prompt_ids, job.answer, job.record)
+
+
+def _array_to_list(value: Any) -> Any:
+    """numpy values of a record (datasets and user functions make them) as plain ones."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a record field of type {type(value).__name__} cannot be sent to a reward worker")

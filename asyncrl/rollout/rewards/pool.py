@@ -1,0 +1,271 @@
+"""WorkerPool: runs a sync reward function in processes that can be killed.
+
+Invariants
+- One task owns one worker, sends it one sample at a time, and starts its clock when it sends: time spent in the queue
+  or in starting a worker is never held against a sample.
+- A worker that exceeds the time limit, or dies, fails the one sample it had; it is killed and replaced, and the queue
+  goes on.
+- Who waits for a score may be cancelled at any time: the worker's protocol stays in step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import SocketListener, SocketStream, TaskGroup, TaskStatus
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from asyncrl.data.sample import Prompt, Sample
+from asyncrl.errors import RewardError
+from asyncrl.host import ProcessExit, ProcessSpec
+from asyncrl.observability.waits import WAITS, waiting
+from asyncrl.rollout.rewards.frames import HEADER, Outcome, Setup, Started, frame, job_of
+from asyncrl.rollout.rewards.result import Score
+
+log = structlog.get_logger(__name__)
+
+_START_TIMEOUT_S = 120.0  # imports of the user's module, on a machine where engines start at the same time
+_END_TIMEOUT_S = 10.0
+_STARTS = 3  # tries to replace a worker before the run is given up
+
+
+class ProcessHost(Protocol):
+    """The part of the engine host that the pool needs."""
+
+    async def spawn(self, spec: ProcessSpec) -> int: ...
+    async def kill(self, name: str) -> None: ...
+    async def wait(self, name: str) -> ProcessExit: ...
+
+
+class WorkerDied(Exception):
+    """The worker's socket closed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    sample: Sample
+    prompt: Prompt
+    done: anyio.Event = field(default_factory=anyio.Event)
+    score: Score = field(default_factory=lambda: Score(None, "the reward workers were closed"))
+    abandoned: bool = False
+    """Nobody waits any more."""
+
+
+class WorkerPool:
+    """`size` workers for one function; `start` it in a task group, `aclose` it."""
+
+    def __init__(
+        self, host: ProcessHost, *, function: str, args: Mapping[str, Any], size: int, timeout_s: float, log_dir: Path
+    ) -> None:
+        self._host = host
+        self._function = function
+        self._args = dict(args)
+        self._size = size
+        self._timeout_s = timeout_s
+        self._log_dir = log_dir
+        self._send, self._receive = anyio.create_memory_object_stream[_Request](max_buffer_size=1 << 20)
+        self._scope = anyio.CancelScope()
+        self._ended: anyio.Event | None = None
+        self.replaced = 0
+        """Workers that were killed or died, and were replaced."""
+
+    async def start(self, task_group: TaskGroup) -> None:
+        """Returns when every worker has imported the function. RewardError when one cannot."""
+        self._ended = anyio.Event()
+        await task_group.start(self._run)
+
+    async def score(self, sample: Sample, prompt: Prompt) -> Score:
+        """The sample's score; a time limit, an exception or a dead worker becomes a failure."""
+        request = _Request(sample, prompt)
+        self._send.send_nowait(request)
+        try:
+            with WAITS.register("reward", f"{self._function} for {sample.sample_id}", self._timeout_s):
+                await request.done.wait()
+        finally:
+            request.abandoned = True
+        return request.score
+
+    async def aclose(self) -> None:
+        """Kills the workers; whoever still waits for a score gets a failure. Idempotent."""
+        self._scope.cancel()
+        if self._ended is not None:
+            with (
+                anyio.CancelScope(shield=True),
+                waiting("end of the reward workers", self._function, 2 * _END_TIMEOUT_S),
+            ):
+                await self._ended.wait()
+
+    async def _run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        assert self._ended is not None
+        try:
+            async with anyio.TemporaryDirectory(prefix="asyncrl-reward-") as directory:
+                with self._scope:
+                    async with anyio.create_task_group() as workers:
+                        async with anyio.create_task_group() as starting:
+                            for index in range(self._size):
+                                starting.start_soon(workers.start, self._serve, index, Path(directory))
+                        task_status.started()
+        except BaseExceptionGroup as group:
+            raise _first_reward_error(group) from None
+        finally:
+            self._send.close()
+            with suppress(anyio.EndOfStream):
+                while True:
+                    self._receive.receive_nowait().done.set()
+            self._ended.set()
+
+    async def _serve(
+        self, index: int, directory: Path, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """One worker after the other, until the pool is closed."""
+        generation = 0
+        failed_starts = 0
+        while True:
+            name = f"reward-worker-{index}.{generation}"
+            try:
+                async with self._worker(name, directory) as connection:
+                    if generation == 0:
+                        task_status.started()
+                    failed_starts = 0
+                    while await self._serve_one(connection, name):
+                        pass
+            except RewardError:
+                failed_starts += 1
+                if generation == 0 or failed_starts == _STARTS:
+                    raise
+            generation += 1
+            self.replaced += 1
+
+    async def _serve_one(self, connection: _Connection, name: str) -> bool:
+        """Takes one request from the queue and resolves it; False when the worker is of no more use."""
+        request = await self._receive.receive()
+        try:
+            if request.abandoned:
+                return True
+            request.score, usable = await self._score_on(connection, name, request)
+            return usable
+        finally:
+            request.done.set()
+
+    async def _score_on(self, connection: _Connection, name: str, request: _Request) -> tuple[Score, bool]:
+        """The score, and whether the worker can go on."""
+        sample_id = request.sample.sample_id
+        try:
+            body = frame(job_of(request.sample, request.prompt))
+        except (TypeError, ValueError, OverflowError) as error:
+            return Score(None, f"the sample cannot be sent to a reward worker: {error}"), True
+        try:
+            with waiting("reward", f"{name} for {sample_id}", self._timeout_s):
+                await connection.send(body)
+                outcome = msgspec.msgpack.decode(await connection.receive(), type=Outcome)
+        except TimeoutError:
+            log.warning("reward timed out; worker replaced", sample=sample_id, worker=name)
+            return Score(None, f"the reward took longer than {self._timeout_s:g} s and was ended"), False
+        except WorkerDied:
+            with waiting("exit", name, _END_TIMEOUT_S):
+                ended = await self._host.wait(name)
+            log.warning("reward worker died; replaced", sample=sample_id, worker=name, returncode=ended.returncode)
+            return Score(None, f"the reward worker died (exit code {ended.returncode})"), False
+        return Score(outcome.reward, outcome.failure), True
+
+    @asynccontextmanager
+    async def _worker(self, name: str, directory: Path) -> AsyncIterator[_Connection]:
+        """A connected process that has imported the function, killed on the way out. Raises RewardError."""
+        path = directory / name
+        spec = ProcessSpec(
+            name=name,
+            argv=(sys.executable, "-m", "asyncrl.rollout.rewards.worker", str(path)),
+            env={"OMP_NUM_THREADS": "1"},
+            log_path=str(self._log_dir / f"{name}.log"),
+        )
+        async with await anyio.create_unix_listener(path) as listener:
+            await self._host.spawn(spec)
+            try:
+                try:
+                    with waiting("start", name, _START_TIMEOUT_S):
+                        stream = await self._accept(listener, name)
+                except TimeoutError as error:
+                    raise RewardError(f"reward.function: {error}; see {spec.log_path}") from error
+                async with stream:
+                    connection = _Connection(stream)
+                    await self._set_up(connection, spec)
+                    yield connection
+            finally:
+                with anyio.CancelScope(shield=True), waiting("exit", name, _END_TIMEOUT_S):
+                    await self._host.kill(name)
+                    await self._host.wait(name)
+
+    async def _accept(self, listener: SocketListener, name: str) -> SocketStream:
+        """The worker's connection; RewardError when its process ends instead."""
+        accepted: list[SocketStream] = []
+        ended: list[ProcessExit] = []
+
+        async def watch() -> None:
+            ended.append(await self._host.wait(name))
+            race.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as race:
+            race.start_soon(watch)
+            accepted.append(await listener.accept())
+            race.cancel_scope.cancel()
+        if not accepted:
+            raise RewardError(
+                f"{name} ended before it could score (exit code {ended[0].returncode}):\n{ended[0].log_tail}"
+            )
+        return accepted[0]
+
+    async def _set_up(self, connection: _Connection, spec: ProcessSpec) -> None:
+        try:
+            with waiting("import of the reward function", spec.name, _START_TIMEOUT_S):
+                await connection.send(frame(Setup(self._function, self._args, os.getcwd(), sys.path)))
+                started = msgspec.msgpack.decode(await connection.receive(), type=Started)
+        except TimeoutError as error:
+            raise RewardError(f"reward.function: {error}; see {spec.log_path}") from error
+        except WorkerDied:
+            with waiting("exit", spec.name, _END_TIMEOUT_S):
+                ended = await self._host.wait(spec.name)
+            raise RewardError(
+                f"reward.function: {self._function} ended the worker that imported it (exit code {ended.returncode}):\n"
+                f"{ended.log_tail}"
+            ) from None
+        if started.error is not None:
+            raise RewardError(started.error)
+
+
+class _Connection:
+    """Frames over the worker's socket; WorkerDied when it closes."""
+
+    def __init__(self, stream: SocketStream) -> None:
+        self._stream = stream
+        self._buffer = BufferedByteReceiveStream(stream)
+
+    async def send(self, body: bytes) -> None:
+        try:
+            await self._stream.send(body)
+        except anyio.BrokenResourceError as error:
+            raise WorkerDied from error
+
+    async def receive(self) -> bytes:
+        try:
+            header = await self._buffer.receive_exactly(HEADER.size)
+            return await self._buffer.receive_exactly(HEADER.unpack(header)[0])
+        except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.EndOfStream) as error:
+            raise WorkerDied from error
+
+
+def _first_reward_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The RewardError inside, which names the cause; the group itself when there is none."""
+    rewards = group.subgroup(RewardError)
+    error: BaseException = group if rewards is None else rewards
+    while rewards is not None and isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

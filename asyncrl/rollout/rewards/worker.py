@@ -1,0 +1,67 @@
+"""A reward worker: `python -m asyncrl.rollout.rewards.worker SOCKET`, one sample at a time, in the main thread.
+
+The main thread matters: time limits by SIGALRM (math-verify, sympy helpers) work nowhere else. There is no event loop
+and no torch here. The process ends when the socket does; when a call hangs, the driver kills it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import msgspec
+
+from asyncrl.errors import RewardError
+from asyncrl.rollout.rewards.frames import HEADER, Job, Outcome, Setup, Started, frame, sample_and_prompt
+from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
+from asyncrl.rollout.rewards.result import describe_exception, judge_result
+
+
+def main(socket_path: str) -> None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(socket_path)
+    setup_body = _receive(connection)
+    if setup_body is None:
+        return
+    setup = msgspec.msgpack.decode(setup_body, type=Setup)
+    os.chdir(setup.directory)
+    sys.path.extend(path for path in setup.import_path if path not in sys.path)
+    try:
+        reward = resolve_reward(setup.function, setup.args)
+    except RewardError as error:
+        connection.sendall(frame(Started(str(error))))
+        return
+    connection.sendall(frame(Started(None)))
+    decoder = msgspec.msgpack.Decoder(Job)
+    while (body := _receive(connection)) is not None:
+        connection.sendall(frame(_score(reward, decoder.decode(body))))
+
+
+def _score(reward: RewardFunction, job: Job) -> Outcome:
+    sample, prompt = sample_and_prompt(job)
+    try:
+        score = judge_result(reward.call(sample, prompt))
+    except Exception as error:  # whatever the user's function raises is this sample's outcome
+        return Outcome(None, describe_exception(error))
+    return Outcome(score.reward, score.failure)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """The next frame's body, or None when the driver has gone."""
+    header = _receive_exactly(connection, HEADER.size)
+    return None if header is None else _receive_exactly(connection, HEADER.unpack(header)[0])
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < size:
+        part = connection.recv(size - len(received))
+        if not part:
+            return None
+        received += part
+    return bytes(received)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,59 @@
+"""From the configuration and the tokenizer to what is sent with each request. Pure."""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.wire import SamplingParams
+
+_ENGINE_RESERVE = 7  # SGLang takes prompts of at most context - 7 tokens, however short the response
+
+
+def training_sampling(config: Config, tokenizer: PolicyTokenizer) -> SamplingParams:
+    """Sampling of training rollouts; ConfigError for stop strings that cannot work."""
+    rollout = config.rollout
+    if rollout.ignore_eos and rollout.stop:
+        raise ConfigError(
+            "rollout.ignore_eos makes the engine ignore all stop tokens, so rollout.stop would have no effect; "
+            "unset one of them"
+        )
+    stops = {*tokenizer.stop_token_ids, *tokenizer.stop_ids(rollout.stop)}
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=tuple(sorted(stops)),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def eval_sampling(config: Config, training: SamplingParams) -> SamplingParams:
+    """Sampling of evaluation: the same end tokens, its own temperature and length, no nucleus."""
+    return SamplingParams(
+        max_new_tokens=config.eval.max_new_tokens or training.max_new_tokens,
+        temperature=config.eval.temperature,
+        stop_token_ids=training.stop_token_ids,
+        ignore_eos=training.ignore_eos,
+    )
+
+
+def context_limit(config: Config, tokenizer: PolicyTokenizer) -> int:
+    """Longest prompt + response in tokens: the model's, or what configuration and KV pool leave of it."""
+    return min(
+        config.model.context_length or tokenizer.context_length,
+        config.engine.max_total_tokens or tokenizer.context_length,
+    )
+
+
+def longest_prompt(config: Config, tokenizer: PolicyTokenizer, sampling: SamplingParams) -> int:
+    """Tokens that a prompt may have; ConfigError when there is room for none."""
+    limit = context_limit(config, tokenizer)
+    longest = limit - max(sampling.max_new_tokens, _ENGINE_RESERVE)
+    if longest < 1:
+        raise ConfigError(
+            f"responses of {sampling.max_new_tokens} tokens leave no room for a prompt in a context of {limit}; "
+            "lower rollout.max_new_tokens (or eval.max_new_tokens)"
+        )
+    return longest

@@ -1,0 +1,184 @@
+"""The engine's /generate as bytes: requests encoded, answers decoded and checked. No I/O.
+
+Invariants
+- Token ids and log-probs are the engine's own, taken from `output_token_logprobs`; nothing is tokenised again.
+- An answer passes only if it can be what was sampled: ids within the vocabulary, finite log-probs, version spans that
+  cover every token and none of them torn.
+
+Only what is needed is decoded: msgspec skips the rest without building objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.data.sample import FinishReason, VersionSpan
+from asyncrl.rollout.retry import FailureKind
+
+TORN_PREFIX = "torn:"
+"""Version stamp of an engine in the middle of a weight update."""
+_MAX_DETAIL = 300  # characters of an error body that are kept
+
+
+class AttemptFailed(Exception):
+    """One attempt of a request failed."""
+
+    def __init__(self, kind: FailureKind, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a response is sampled."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def encode(self) -> msgspec.Raw:
+        """The JSON object `sampling_params`; no stop tokens with ignore_eos, since the engine ignores them then."""
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.ignore_eos:
+            params["ignore_eos"] = True
+        else:
+            params["stop_token_ids"] = self.stop_token_ids
+        return msgspec.Raw(msgspec.json.encode(params))
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One response as sampled."""
+
+    output_ids: NDArray[np.int32]
+    """int32 [tokens]."""
+    logprobs: NDArray[np.float32]
+    """float32 [tokens]."""
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+    text: str
+
+
+class _Request(msgspec.Struct):
+    rid: str
+    input_ids: msgspec.Raw
+    sampling_params: msgspec.Raw
+    return_logprob: bool = True
+    stream: bool = False
+
+
+class _Finish(msgspec.Struct):
+    type: FinishReason
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    weight_version: str = ""
+    weight_versions: list[_Span] | None = None
+
+
+class _Answer(msgspec.Struct):
+    text: str
+    meta_info: _Meta
+
+
+_DECODER = msgspec.json.Decoder(_Answer)
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode_prompt(token_ids: NDArray[np.int32], vocab_size: int) -> msgspec.Raw:
+    """The JSON array `input_ids`; ValueError for an id outside the engine's embedding, which would die of it."""
+    if len(token_ids) == 0 or int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
+        raise ValueError(f"token ids must be in [0, {vocab_size}) and at least one")
+    return msgspec.Raw(_ENCODER.encode(token_ids.tolist()))
+
+
+def encode_request(rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> bytes:
+    return _ENCODER.encode(_Request(rid, input_ids, sampling_params))
+
+
+def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:
+    """The generation in an HTTP answer, or AttemptFailed with the kind of failure that it is."""
+    if status != 200:
+        raise AttemptFailed(_kind_of_status(status), f"HTTP {status}: {_error_text(body)}")
+    try:
+        answer = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AttemptFailed(FailureKind.MALFORMED, f"{error}; body begins {_error_text(body[:100])!r}") from error
+    meta = answer.meta_info
+    finish = meta.finish_reason
+    if finish.type == "abort":
+        refused = finish.status_code is not None and 400 <= finish.status_code < 500
+        kind = _kind_of_status(finish.status_code) if refused and finish.status_code else FailureKind.ABORTED
+        raise AttemptFailed(kind, finish.message or "aborted by the engine")
+    triples = meta.output_token_logprobs
+    count = len(triples)
+    output_ids = np.fromiter([t[1] for t in triples], np.int64, count)
+    logprobs = np.fromiter([t[0] for t in triples], np.float32, count)
+    if count == 0 or output_ids.min() < 0 or output_ids.max() >= vocab_size:
+        raise AttemptFailed(FailureKind.MALFORMED, f"no tokens, or ids outside [0, {vocab_size})")
+    if not np.isfinite(logprobs).all():
+        raise AttemptFailed(FailureKind.MALFORMED, "log-probs that are not finite")
+    versions = _versions(meta, count)
+    return Generation(output_ids.astype(np.int32), logprobs, finish.type, versions, answer.text)
+
+
+def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
+    """Spans that cover [0, count) without gap; from `weight_version` where the engine lists none."""
+    if meta.weight_versions is None:
+        spans: tuple[VersionSpan, ...] = (VersionSpan(meta.weight_version, 0, count),)
+    else:
+        spans = tuple(VersionSpan(s.version, s.start, s.end) for s in meta.weight_versions if s.end > s.start)
+    at = 0
+    for span in spans:
+        if span.start != at:
+            raise AttemptFailed(FailureKind.MALFORMED, f"weight versions leave token {at} out: {spans}")
+        if span.version.startswith(TORN_PREFIX):
+            raise AttemptFailed(
+                FailureKind.MALFORMED, f"tokens {span.start}-{span.end} were made by torn weights {span.version}"
+            )
+        at = span.end
+    if at != count:
+        raise AttemptFailed(FailureKind.MALFORMED, f"weight versions cover {at} of {count} tokens")
+    return spans
+
+
+def _kind_of_status(status: int) -> FailureKind:
+    if status in (408, 429, 503):
+        return FailureKind.BUSY
+    return FailureKind.SERVER_ERROR if status >= 500 or status < 400 else FailureKind.REFUSED
+
+
+def _error_text(body: bytes) -> str:
+    """The message inside an error body, whichever of the usual shapes it has."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode(errors="replace")[:_MAX_DETAIL]
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+    return str(value)[:_MAX_DETAIL]

@@ -1,0 +1,137 @@
+"""An aiohttp server that speaks the engine's /generate, with chosen answers, latencies and faults.
+
+For scale and fault tests only: what it answers is made up. Tests drive it by replacing `script`, which is asked before
+each answer what to do with a request, and read `requests` afterwards. Weight versions are a plain attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import anyio
+import msgspec
+from aiohttp import web
+
+Fault = Literal["status", "hang", "drop", "truncate", "garbage", "abort", "refuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What to do with one request; the default answers `output_ids` at once."""
+
+    output_ids: tuple[int, ...] = (1, 2, 3)
+    text: str = "yes"
+    logprobs: tuple[float | None, ...] | None = None
+    finish: str = "stop"
+    latency_s: float = 0.0
+    fault: Fault | None = None
+    status: int = 500
+    """For the fault `status`."""
+    body: bytes = b'{"error": {"message": "scripted"}}'
+    """For the faults `status` and `garbage`."""
+    versions: tuple[tuple[str, int, int], ...] | None = None
+    """None: all tokens by the engine's current version."""
+
+
+@dataclass(slots=True)
+class ScriptedEngine:
+    """The server's state; `url` is set while it runs."""
+
+    script: Callable[[dict[str, Any], int], Action] = lambda request, number: Action()
+    """Called with the request's body and its number since the start."""
+    version: str = "0.1"
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    disconnected: int = 0
+    """Requests whose client went away before the answer."""
+    released: anyio.Event = field(default_factory=anyio.Event)
+    """Set it to let hanging requests go."""
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        request = msgspec.json.decode(await http.read())
+        number = len(self.requests)
+        self.requests.append(request)
+        action = self.script(request, number)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            if action.fault == "hang":
+                await self.released.wait()
+            elif action.latency_s:
+                await anyio.sleep(action.latency_s)
+            return await self._answer(http, request, action)
+        except anyio.get_cancelled_exc_class():
+            self.disconnected += 1
+            raise
+        finally:
+            self.in_flight -= 1
+
+    async def _answer(self, http: web.Request, request: dict[str, Any], action: Action) -> web.StreamResponse:
+        if action.fault == "status":
+            return web.Response(status=action.status, body=action.body, content_type="application/json")
+        if action.fault == "garbage":
+            return web.Response(body=action.body, content_type="application/json")
+        body = self._body(request, action)
+        if action.fault == "drop":
+            assert http.transport is not None
+            http.transport.abort()
+            return web.Response()
+        if action.fault == "truncate":
+            response = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+            await response.prepare(http)
+            await response.write(body[: len(body) // 2])
+            assert http.transport is not None
+            http.transport.close()
+            return response
+        return web.Response(body=body, content_type="application/json")
+
+    def _body(self, request: dict[str, Any], action: Action) -> bytes:
+        ids = action.output_ids
+        logprobs = action.logprobs or tuple(-0.5 for _ in ids)
+        finish: dict[str, Any] = {"type": action.finish}
+        if action.fault == "abort":
+            finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        if action.fault == "refuse":
+            finish = {"type": "abort", "message": "Input too long", "status_code": 400, "err_type": "BadRequestError"}
+        spans = action.versions if action.versions is not None else ((self.version, 0, len(ids)),)
+        return msgspec.json.encode(
+            {
+                "text": action.text,
+                "output_ids": ids,
+                "meta_info": {
+                    "id": request["rid"],
+                    "finish_reason": finish,
+                    "prompt_tokens": len(request["input_ids"]),
+                    "weight_version": self.version,
+                    "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
+                    "input_token_logprobs": [],
+                    "output_token_logprobs": [[lp, token, None] for lp, token in zip(logprobs, ids, strict=True)],
+                    "completion_tokens": len(ids),
+                    "cached_tokens": 0,
+                    "e2e_latency": 0.01,
+                },
+            }
+        )
+
+
+@asynccontextmanager
+async def scripted_engine(script: Callable[[dict[str, Any], int], Action] | None = None) -> AsyncIterator[ScriptedEngine]:
+    """A running engine on a free port of loopback."""
+    engine = ScriptedEngine() if script is None else ScriptedEngine(script=script)
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/generate", engine.generate)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield engine
+    finally:
+        engine.released.set()
+        await runner.cleanup()
