@@ -1,0 +1,135 @@
+"""A trainer rank: where it stands (torchrun's environment), its process groups, and the loop of ranks >= 1."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as meet
+
+from asyncrl.config import Config
+from asyncrl.errors import TrainerError
+from asyncrl.training.command_channel import CommandChannel
+from asyncrl.training.commands import RankState, Shutdown, TrainerFactory
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.rank_link import Done, Failed, LinkAddress, LinkClient, describe
+
+_LINK_KEY = "asyncrl/rank-link"
+REPORT_GRACE_S = 30.0
+"""How long a failed rank stays, so that rank 0 speaks of the failure before torchrun ends everything."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """What torchrun tells a rank; a process without torchrun is a world of one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_address: str = "127.0.0.1"
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+        if "RANK" not in environ:
+            return cls()
+        return cls(
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            master_address=environ["MASTER_ADDR"],
+        )
+
+    @property
+    def single_node(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @property
+    def link_host(self) -> str:
+        """Where rank 0 listens for the other ranks: loopback unless there is a second node."""
+        return "127.0.0.1" if self.single_node else self.master_address
+
+    def layout(self, config: Config) -> RankLayout:
+        return RankLayout(self.rank, self.world_size, self.local_rank, config.train.tensor_parallel)
+
+
+def rendezvous(environment: RankEnvironment, timeout_s: float) -> Store:
+    """The store in which the ranks of this attempt meet."""
+    if environment.world_size == 1:
+        return HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    iterator = meet("env://", environment.rank, environment.world_size, timeout=timeout)
+    store: Store = next(iterator)[0]
+    store.set_timeout(timeout)
+    return store
+
+
+def announce_link(store: Store, address: LinkAddress) -> None:
+    """Rank 0 tells the others where to connect."""
+    store.set(_LINK_KEY, address.encode())
+
+
+def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: float) -> CommandChannel:
+    """Builds the default group (NCCL and gloo on GPUs, gloo without) and the control group, on every rank alike.
+
+    In the thread that will train: it also binds the CUDA device.
+    """
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(environment.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    if environment.single_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("asyncrl/default", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return CommandChannel(environment.world_size)
+
+
+def serve_rank(config: Config, make_trainer: TrainerFactory, environment: RankEnvironment | None = None) -> None:
+    """The whole life of a rank >= 1: joins, executes what rank 0 commands, returns when told to stop.
+
+    SIGINT and SIGTERM are ignored: rank 0 decides, and torchrun's agent ends what does not follow.
+
+    Raises:
+        TrainerError: a command failed here; rank 0 has been told, and everybody should end.
+    """
+    environment = environment or RankEnvironment.from_environ()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    store = rendezvous(environment, config.train.init_timeout_s)
+    address = LinkAddress.decode(store.get(_LINK_KEY).decode())
+    link = LinkClient(address, environment.rank, config.train.init_timeout_s)
+    seq = 0
+    try:
+        channel = join_process_groups(environment, store, config.train.step_timeout_s)
+        state = RankState(config, environment.layout(config), make_trainer)
+        while True:
+            message = channel.receive()
+            seq = message.seq
+            state.execute(message.command, message.batch)
+            link.send(Done(seq))
+            if isinstance(message.command, Shutdown):
+                link.close()
+                dist.destroy_process_group()
+                return
+    except Exception as error:  # whatever it is, rank 0 must hear of it
+        failure = describe(environment.rank, error)
+        link.send(Failed(seq, failure.error, failure.message, failure.frames))
+        link.ended.wait(REPORT_GRACE_S)
+        link.close()
+        raise TrainerError(str(failure)) from error

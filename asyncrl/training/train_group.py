@@ -1,0 +1,370 @@
+"""TrainGroup: the trainer as the loop sees it, over any number of ranks.
+
+Each call becomes one command that every rank executes; rank 0 does so in the trainer thread. The call ends when
+every rank has answered over its link (rank_link.py), not when some collective says so.
+
+Invariants
+- Commands run one after another on all ranks in the same order, whoever cancels or gives up meanwhile.
+- The first failure of any rank ends the waiting call within seconds, with a TrainerError that names the rank; from
+  then on every call raises it at once. A failure while nobody waits ends the task group.
+- A rank that died is blamed before the ranks whose collectives broke because of it.
+- A weight transfer that fails is no failure of a rank: the export was walked to its end everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import anyio
+import anyio.abc
+import structlog
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl import errors
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import AsyncRLError, TrainerError, WeightUpdateError
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+from asyncrl.training import commands
+from asyncrl.training.command_channel import CommandChannel
+from asyncrl.training.commands import Command, ExportOutcome, RankState, Result, TrainerFactory
+from asyncrl.training.events import TrainerRankFailed, TrainerReady, TrainerStepped
+from asyncrl.training.rank import RankEnvironment, announce_link, join_process_groups, rendezvous
+from asyncrl.training.rank_link import LinkAddress, LinkServer, RankFailure, describe
+from asyncrl.training.trainer_thread import Job, TrainerThread, TrainerThreadStatistics
+from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.publication import Fleet, PublicationReport, publish
+from asyncrl.weights.transfer import Sink, Transport
+
+T = TypeVar("T")
+
+BLAME_GRACE_S = 0.5
+"""How long a failure waits for news of a rank that died and caused it."""
+STACK_TIMEOUT_S = 2.0
+EXPORT_TIMEOUT_S = 1800.0
+SHUTDOWN_TIMEOUT_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroupStatistics:
+    thread: TrainerThreadStatistics
+    step: int
+    """Batches trained so far."""
+    failure: str | None
+    """Why the trainer takes no further command."""
+
+
+class TrainGroup:
+    """See the module's docstring. Made and used in the event loop of rank 0.
+
+    Args:
+        task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
+        make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
+        fleet, transport: for `update_weights`; without them only training works.
+        events: its attempt is the first part of every weight version.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task_group: anyio.abc.TaskGroup,
+        make_trainer: TrainerFactory,
+        events: EventLog,
+        fleet: Fleet | None = None,
+        transport: Transport | None = None,
+        environment: RankEnvironment | None = None,
+    ) -> None:
+        self._config = config
+        self._task_group = task_group
+        self._events = events
+        self._fleet = fleet
+        self._transport = transport
+        self._environment = environment or RankEnvironment.from_environ()
+        self._thread = TrainerThread()
+        self._state = RankState(config, self._environment.layout(config), make_trainer)
+        self._link = LinkServer(range(1, self._environment.world_size), self._wake)
+        self._serving: list[anyio.CancelScope] = []
+        self._channel: CommandChannel | None = None
+        self._changed = anyio.Event()
+        self._seq = 0
+        self._waiters = 0
+        self._step = 0
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._failure: AsyncRLError | None = None
+        self._disposed = False
+
+    # the loop's calls
+
+    async def init(self) -> int:
+        """Joins the process groups and builds the trainer on every rank; returns the first rollout id."""
+        started = time.monotonic()
+        timeout_s = self._config.train.init_timeout_s
+        address = await self._serve_links()
+        await self._await(
+            self._thread.submit(lambda: self._join(address), what="joining the process groups", on_done=self._job_done),
+            seq=-1,
+            what="joining the process groups",
+            timeout_s=timeout_s,
+        )
+        specs = await self._run(commands.Init(), "building the trainer", timeout_s)
+        self._specs = cast(tuple[TensorSpec, ...], specs)
+        self._events.emit(
+            TrainerReady(
+                ranks=self._environment.world_size,
+                tensors=len(self._specs),
+                bytes=sum(s.size_bytes for s in self._specs),
+                seconds=time.monotonic() - started,
+            )
+        )
+        return self._step
+
+    async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
+        """Trains on one rollout batch; returns rank 0's metrics."""
+        started = time.monotonic()
+        metrics = await self._run(commands.Train(), f"training on rollout {rollout_id}", batch=batch)
+        self._step = rollout_id + 1
+        self._events.emit(TrainerStepped(rollout_id=rollout_id, step=self._step, seconds=time.monotonic() - started))
+        return cast(dict[str, float], metrics)
+
+    async def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
+        """One supervised step on the response tokens of `batch`."""
+        return cast(dict[str, float], await self._run(commands.TrainSft(lr), "a supervised step", batch=batch))
+
+    async def reset_optimizer(self) -> None:
+        await self._run(commands.ResetOptimizer(), "resetting the optimizer")
+
+    async def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """float32 [R]: the policy's log-prob of each response token, at the batch's temperature."""
+        return cast(Tensor, await self._run(commands.Logprobs(), "computing log-probs", batch=batch))
+
+    async def update_weights(self, rollout_id: int | None = None) -> PublicationReport:
+        """Publishes the present weights to the fleet as version `attempt.step`; `rollout_id` is the last one trained.
+
+        Raises WeightUpdateError when no engine could be brought to them.
+        """
+        if self._fleet is None or self._transport is None:
+            raise WeightUpdateError("this trainer was built without engines: there is nobody to publish weights to")
+        step = self._step if rollout_id is None else rollout_id + 1
+        return await publish(
+            self._fleet,
+            self,
+            self._transport,
+            version=f"{self._events.attempt}.{step}",
+            attempts=self._config.weights.attempts,
+            events=self._events,
+        )
+
+    async def export_hf(self, directory: Path) -> None:
+        """Writes the policy as a Hugging Face directory, all at once or not at all."""
+        await self._run(commands.ExportHf(str(directory)), f"exporting to {directory}")
+
+    async def save_model(self, rollout_id: int) -> Path:
+        """Writes the policy after rollout `rollout_id` under the run directory; weights only, no optimizer state."""
+        directory = self._config.run.dir / "checkpoints" / f"step-{rollout_id + 1:06d}"
+        await self.export_hf(directory)
+        return directory
+
+    async def offload(self) -> None:
+        await self._run(commands.Offload(), "offloading the trainer")
+
+    async def onload(self) -> None:
+        await self._run(commands.Onload(), "loading the trainer back")
+
+    async def clear_memory(self) -> None:
+        await self._run(commands.ClearMemory(), "clearing memory")
+
+    def statistics(self) -> TrainGroupStatistics:
+        return TrainGroupStatistics(
+            self._thread.statistics(), self._step, None if self._failure is None else str(self._failure)
+        )
+
+    async def dispose(self) -> None:
+        """Ends the other ranks and the trainer thread; never hangs, never raises. Idempotent."""
+        if self._disposed:
+            return
+        self._disposed = True
+        with anyio.CancelScope(shield=True):
+            if self._channel is not None and self._failure is None and not self._link.failures:
+                self._link.expect_leave()
+                with suppress(AsyncRLError, TimeoutError), anyio.move_on_after(SHUTDOWN_TIMEOUT_S):
+                    if self._transport is not None:
+                        await self._transport.aclose()
+                    await self._run(commands.Shutdown(), "shutting down", SHUTDOWN_TIMEOUT_S)
+                    await self._thread.call(
+                        dist.destroy_process_group, what="leaving the process groups", timeout_s=SHUTDOWN_TIMEOUT_S
+                    )
+            await self._link.end(timeout_s=1.0)
+        self._thread.close()
+        for scope in self._serving:
+            scope.cancel()
+
+    # the weight plane's view (asyncrl.weights.transfer.WeightSource)
+
+    @property
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        return self._specs
+
+    async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
+        self._check()
+        try:
+            return await self._thread.call(function, *args, what=what, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise TrainerError(f"trainer rank 0: {error}; it is at:\n{self._thread.stack()}".rstrip()) from error
+
+    async def export(self, sink: Sink, timeout_s: float) -> None:
+        outcome = await self._run(commands.ExportTensors(), "exporting the weights", timeout_s, sink=sink)
+        assert isinstance(outcome, ExportOutcome)
+        if outcome.sink_error is not None:
+            raise outcome.sink_error
+
+    # commands
+
+    async def _run(
+        self,
+        command: Command,
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        batch: RolloutBatch | None = None,
+        sink: Sink | None = None,
+    ) -> Result:
+        """Has every rank execute `command`; returns rank 0's result."""
+        self._check()
+        channel = self._channel
+        if channel is None:
+            raise TrainerError("the trainer was not initialised: await init() first")
+        self._seq += 1
+        seq = self._seq
+
+        def execute() -> Result:
+            channel.send(seq, command, batch)
+            return self._state.execute(command, batch, sink)
+
+        job = self._thread.submit(execute, what=what, on_done=self._job_done)
+        return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
+
+    async def _await(self, job: Job[T], seq: int, what: str, timeout_s: float) -> T:
+        """Until rank 0 and every other rank have finished command `seq`, or one failed, or time is up."""
+        self._waiters += 1
+        try:
+            with waiting(what, "trainer", timeout_s):
+                while not self._link.failures and not (job.done and self._all_done(seq)):
+                    if job.done and job.exception is not None:
+                        break
+                    await self._changed.wait()
+        except TimeoutError as error:
+            job.abandon()
+            raise await self._fail_hung(job, seq, what, timeout_s) from error
+        except BaseException:
+            job.abandon()
+            raise
+        else:
+            if self._link.failures or job.exception is not None:
+                raise await self._fail(job, what)
+            return job.result()
+        finally:
+            self._waiters -= 1
+
+    def _all_done(self, seq: int) -> bool:
+        return all(done >= seq for done in self._link.done.values())
+
+    async def _fail(self, job: Job[Any], what: str) -> AsyncRLError:
+        """The failure to report, once there was time to hear of a rank that died."""
+        with anyio.move_on_after(BLAME_GRACE_S if self._environment.world_size > 1 else 0):
+            while not any(f.died for f in self._link.failures):
+                await self._changed.wait()
+        failures = list(self._link.failures)
+        if job.done and job.exception is not None:
+            local = job.exception
+            if not failures:
+                if isinstance(local, AsyncRLError):
+                    return self._break(RankFailure(0, type(local).__name__, str(local)), what, local)
+                failures.append(describe(0, local))
+        elif not job.done:
+            job.abandon()
+        blamed = next((f for f in failures if f.died), failures[0])
+        error = _error_of(blamed, what)
+        error.__cause__ = job.exception
+        return self._break(blamed, what, error)
+
+    async def _fail_hung(self, job: Job[Any], seq: int, what: str, timeout_s: float) -> AsyncRLError:
+        """Names the ranks that did not finish, and where they are."""
+        await self._link.ask_stacks(STACK_TIMEOUT_S)
+        hung = [rank for rank, done in self._link.done.items() if done < seq]
+        lines = [f"trainer: {what} did not end within {timeout_s:g} s"]
+        if not job.done:
+            lines.append(f"rank 0 is at:\n{self._thread.stack()}".rstrip())
+        lines += [f"rank {r} is at:\n{self._link.stacks.get(r, '(no answer)')}".rstrip() for r in hung]
+        rank = 0 if not hung else hung[0]
+        return self._break(RankFailure(rank, "hangs", what), what, TrainerError("\n".join(lines)))
+
+    def _break(self, failure: RankFailure, what: str, error: AsyncRLError) -> AsyncRLError:
+        if self._failure is None:
+            self._failure = error
+            self._events.emit(TrainerRankFailed(rank=failure.rank, command=what, reason=str(failure)))
+        return self._failure
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._link.failures:
+            blamed = self._link.failures[0]
+            raise self._break(blamed, "idle", _error_of(blamed, "idle"))
+
+    # links
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    def _job_done(self, job: Job[Any]) -> None:
+        if job.abandoned and job.exception is not None:
+            failure = describe(0, job.exception)
+            self._break(failure, job.what, _error_of(failure, job.what))
+        self._wake()
+
+    async def _serve_links(self) -> LinkAddress | None:
+        if self._environment.world_size == 1:
+            return None
+        address: LinkAddress = await self._task_group.start(self._links)
+        self._task_group.start_soon(self._watch)
+        return address
+
+    async def _links(self, *, task_status: anyio.abc.TaskStatus[LinkAddress]) -> None:
+        with anyio.CancelScope() as scope:
+            self._serving.append(scope)
+            await self._link.serve(self._environment.link_host, task_status=task_status)
+
+    async def _watch(self) -> None:
+        """Raises the failure of a rank into the task group when no call is there to raise it."""
+        with anyio.CancelScope() as scope:
+            self._serving.append(scope)
+            while True:
+                await self._changed.wait()
+                if self._waiters == 0 and self._failure is None:
+                    self._check()
+
+    def _join(self, address: LinkAddress | None) -> None:
+        """In the trainer thread."""
+        store = rendezvous(self._environment, self._config.train.init_timeout_s)
+        if address is not None:
+            announce_link(store, address)
+        self._channel = join_process_groups(self._environment, store, self._config.train.step_timeout_s)
+
+
+def _error_of(failure: RankFailure, what: str) -> AsyncRLError:
+    """A failed rank as the error of the driver: of the same class where it is one of ours."""
+    kind = getattr(errors, failure.error, None)
+    if isinstance(kind, type) and issubclass(kind, AsyncRLError):
+        return kind(f"trainer rank {failure.rank}: {failure.message}")
+    return TrainerError(f"{failure} (while {what})" if not failure.frames else f"while {what}: {failure}")

@@ -1,0 +1,167 @@
+"""What a publication is made of: the trainer that has tensors, the engines that take them, the transport between.
+
+A transport has two halves. The driver half (async) tells engines what comes; the trainer half is a `Sink` that
+rank 0 feeds, tensor by tensor, in the trainer thread. They meet in the wire itself and in a `TransferResult`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from asyncrl.data.fleet import EngineEndpoint
+from asyncrl.errors import EngineError, WeightUpdateError
+from asyncrl.weights.buckets import Bucket, TensorSpec, plan_buckets
+
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Takes the exported tensors in the trainer thread of rank 0.
+
+    A sink that raises gets nothing more; the exporting rank still walks to the end of the export.
+    """
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Takes the next tensor, which the exporter neither changes nor reuses before the export has ended."""
+
+    def finish(self) -> None:
+        """Called once after the last tensor."""
+
+
+class WeightSource(Protocol):
+    """The trainer as the weight plane sees it; `TrainGroup` is one."""
+
+    @property
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """What `export` will deliver, in its order."""
+
+    async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
+        """Runs `function` in the trainer thread of rank 0."""
+
+    async def export(self, sink: Sink, timeout_s: float) -> None:
+        """Exports once, on all ranks, into `sink`.
+
+        Raises what the sink raised, after every rank reached the end; TrainerError when a rank failed.
+        """
+
+
+class EngineControl(Protocol):
+    """The part of an engine's control API that carries weights; the inference package's client has this shape."""
+
+    async def init_weights_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float,
+    ) -> None: ...
+
+    async def destroy_weights_group(self, group_name: str, timeout_s: float = ...) -> None: ...
+
+    async def update_from_distributed(
+        self, tensors: Sequence[TensorSpec], *, group_name: str, flattened: bool, flush_cache: bool, timeout_s: float
+    ) -> None: ...
+
+    async def update_from_tensor(
+        self, serialized_named_tensors: Sequence[str], *, flattened: bool, flush_cache: bool, timeout_s: float = ...
+    ) -> None: ...
+
+    async def update_from_disk(self, model_path: str, *, flush_cache: bool = ..., timeout_s: float = ...) -> None: ...
+
+
+EngineOpener = Callable[[str, str], AbstractAsyncContextManager[EngineControl]]
+"""Opens a client for (engine_id, url)."""
+
+
+class FailureKind(StrEnum):
+    """What an engine's failure says about the engine."""
+
+    GONE = "gone"
+    """No answer: dead, hung or unreachable. Not asked again in this publication."""
+    REFUSED = "refused"
+    """It answered with an error of its own."""
+    COLLATERAL = "collateral"
+    """It lost the transfer because the trainer's side or another engine broke it; it may be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How one transfer ended."""
+
+    bytes_sent: int
+    """Size of the payload once, whatever the number of engines."""
+    failures: Mapping[str, EngineFailure] = field(default_factory=dict)
+    """By engine_id; an engine that is not named here received everything."""
+    source_error: str | None = None
+    """Why the trainer's side of the wire broke, where it did."""
+
+
+class Transport(Protocol):
+    """One way of moving all tensors from the trainer into engines that are paused and have an open session."""
+
+    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
+        """Moves everything once. Engine and wire failures are in the result; only a failed trainer rank raises."""
+
+    async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
+        """After a cancelled or failed transfer: no engine of `engines` is left blocked in it. Idempotent."""
+
+    async def aclose(self) -> None:
+        """Gives everything back that outlives one publication. Idempotent."""
+
+
+def engine_failure(error: EngineError, *, broken_before: bool) -> EngineFailure:
+    """Classifies a control call that failed; `broken_before`: the wire was already known to be broken."""
+    if getattr(error, "status", None) is None:
+        return EngineFailure(FailureKind.GONE, str(error))
+    return EngineFailure(FailureKind.COLLATERAL if broken_before else FailureKind.REFUSED, str(error))
+
+
+class BucketFiller:
+    """Collects exported tensors into the buckets of a plan and checks each against it.
+
+    Engines ignore a name that they do not know and take any data for one that they do, so a mismatch must end
+    the transfer here.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec], bucket_bytes: int) -> None:
+        self.buckets: tuple[Bucket, ...] = plan_buckets(specs, bucket_bytes)
+        self._bucket = 0
+        self._tensors: list[Tensor] = []
+
+    def add(self, name: str, tensor: Tensor) -> tuple[int, list[Tensor]] | None:
+        """Returns (bucket index, its tensors) when `tensor` completes a bucket."""
+        if self._bucket == len(self.buckets):
+            raise WeightUpdateError(f"the trainer exported {name}, which is not among its tensor specs")
+        bucket = self.buckets[self._bucket]
+        expected = bucket[len(self._tensors)]
+        found = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if found != expected:
+            raise WeightUpdateError(f"the trainer exported {found} where its tensor specs say {expected}")
+        self._tensors.append(tensor)
+        if len(self._tensors) < len(bucket):
+            return None
+        full, index = self._tensors, self._bucket
+        self._tensors, self._bucket = [], index + 1
+        return index, full
+
+    def check_complete(self) -> None:
+        """Raises WeightUpdateError when the export ended early."""
+        if self._bucket < len(self.buckets):
+            missing = self.buckets[self._bucket][len(self._tensors)]
+            raise WeightUpdateError(f"the trainer's export ended before {missing.name}")

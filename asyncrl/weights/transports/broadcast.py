@@ -1,0 +1,300 @@
+"""Broadcast transport: one process group {trainer rank 0, every engine TP rank}, bucket by bucket.
+
+Invariants
+- The group lives as long as the set of engines (id, generation) stays the same and nothing failed; then it is
+  rebuilt under a new name and port, because a group can neither grow nor be mended.
+- The trainer's half leaves the group, in its own thread, in the moment in which it fails or learns of a failure:
+  that frees the engines that are blocked in a receive, before anyone talks to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import anyio
+import torch
+from torch import Tensor
+
+from asyncrl.data.fleet import EngineEndpoint
+from asyncrl.errors import EngineError, WeightUpdateError
+from asyncrl.weights.buckets import Bucket
+from asyncrl.weights.shielding import finish_despite_cancellation
+from asyncrl.weights.transfer import (
+    BucketFiller,
+    EngineControl,
+    EngineFailure,
+    EngineOpener,
+    FailureKind,
+    TransferResult,
+    WeightSource,
+    engine_failure,
+)
+from asyncrl.weights.transports.process_group import Backend, TransferGroup
+
+ANSWER_GRACE_S = 15.0
+"""How long engines may take to answer after the wire broke: an engine whose scheduler died closes its HTTP
+connections only 6 to 8 s later (measured)."""
+
+CANCEL_GRACE_S = 5.0
+"""How long a cancelled transfer may take to end in order."""
+
+DESTROY_TIMEOUT_S = 5.0
+
+FLATTEN_BELOW_BYTES = 256 * 1024
+"""Buckets whose mean tensor is smaller travel as one message; larger tensors are sent as they are, since the copy
+into one buffer costs more than the messages."""
+
+_Member = tuple[str, int, int]
+"""(engine_id, generation, tensor_parallel)."""
+
+
+def is_flattened(bucket: Bucket) -> bool:
+    """Whether a bucket travels as one uint8 message; both ends decide by this."""
+    return len(bucket) > 1 and sum(t.size_bytes for t in bucket) < len(bucket) * FLATTEN_BELOW_BYTES
+
+
+class BroadcastTransport:
+    """See the module's docstring; one instance serves all publications of a job."""
+
+    def __init__(
+        self,
+        open_engine: EngineOpener,
+        *,
+        backend: Backend,
+        bucket_bytes: int,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._open_engine = open_engine
+        self._backend: Backend = backend
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._host = host
+        self._names = (f"asyncrl-{os.getpid()}-{n}" for n in itertools.count())
+        self._group: TransferGroup | None = None
+        self._members: tuple[_Member, ...] = ()
+        self._sink: BroadcastSink | None = None
+        self._source: WeightSource | None = None
+        self._stopped: str | None = None
+
+    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
+        self._source = source
+        async with AsyncExitStack() as stack:
+            clients = {e: await stack.enter_async_context(self._open_engine(e.engine_id, e.url)) for e in engines}
+            # A cancellation only stops the trainer at the next bucket: engines that are told nothing more would
+            # let it wait in the present one.
+            return await finish_despite_cancellation(
+                lambda: self._transfer(source, clients),
+                grace_s=CANCEL_GRACE_S,
+                on_cancel=lambda: self._stop("the publication was cancelled"),
+            )
+
+    async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
+        self._stop("the transfer was given up")
+        group, self._group, self._members, self._sink = self._group, None, (), None
+        if group is not None and self._source is not None:
+            await self._source.call(
+                group.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s + ANSWER_GRACE_S
+            )
+
+    async def aclose(self) -> None:
+        await self.abandon(())
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = reason
+        if self._sink is not None:
+            self._sink.fail(reason)
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped is not None:
+            raise WeightUpdateError(self._stopped)
+
+    async def _transfer(self, source: WeightSource, clients: Mapping[EngineEndpoint, EngineControl]) -> TransferResult:
+        self._stopped = None
+        failures: dict[str, EngineFailure] = {}
+        try:
+            group = await self._group_with(source, clients, failures)
+            self._check_not_stopped()
+        except WeightUpdateError as error:
+            return TransferResult(0, failures, str(error))
+        self._sink = BroadcastSink(group, BucketFiller(source.tensor_specs, self._bucket_bytes))
+        return await self._send(source, clients, self._sink, failures)
+
+    async def _send(
+        self,
+        source: WeightSource,
+        clients: Mapping[EngineEndpoint, EngineControl],
+        sink: BroadcastSink,
+        failures: dict[str, EngineFailure],
+    ) -> TransferResult:
+        """Both halves at once: engines are told bucket by bucket, while the trainer thread sends."""
+        source_error: str | None = None
+        unanswered = {e.engine_id for e in clients}
+
+        async def feed(engine: EngineEndpoint, client: EngineControl) -> None:
+            last = len(sink.buckets) - 1
+            for index, bucket in enumerate(sink.buckets):
+                try:
+                    await client.update_from_distributed(
+                        bucket,
+                        group_name=sink.group_name,
+                        flattened=is_flattened(bucket),
+                        flush_cache=index == last,
+                        timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
+                    )
+                except EngineError as error:
+                    failure = engine_failure(error, broken_before=sink.broken is not None)
+                    known = failures.setdefault(engine.engine_id, failure)
+                    sink.fail(str(error))
+                    # One that refused takes part once more: the trainer may be sending the next bucket by now,
+                    # and would wait for it in vain.
+                    if known is not failure or failure.kind is not FailureKind.REFUSED:
+                        break
+            unanswered.discard(engine.engine_id)
+
+        raised: Exception | None = None
+        async with anyio.create_task_group() as task_group:
+            for engine, client in clients.items():
+                task_group.start_soon(feed, engine, client)
+            try:
+                await source.export(sink, timeout_s=self._timeout_s * (len(sink.buckets) + 1))
+            except WeightUpdateError as error:
+                source_error = str(error)
+                task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
+            except Exception as error:  # a failed rank; raised outside the task group, which would wrap it
+                raised = error
+                task_group.cancel_scope.cancel()
+        if raised is not None:
+            raise raised
+        for engine_id in unanswered:
+            reason = f"no answer within {ANSWER_GRACE_S:g} s after the transfer broke ({source_error})"
+            failures[engine_id] = EngineFailure(FailureKind.GONE, reason)
+        return TransferResult(sink.bytes_sent, failures, source_error)
+
+    async def _group_with(
+        self,
+        source: WeightSource,
+        clients: Mapping[EngineEndpoint, EngineControl],
+        failures: dict[str, EngineFailure],
+    ) -> TransferGroup:
+        """The kept group when its members are the same, else a new one."""
+        members = tuple((e.engine_id, e.generation, e.tensor_parallel) for e in clients)
+        if self._group is not None and self._group.alive and members == self._members:
+            return self._group
+        old, self._group, self._members = self._group, None, ()
+        if old is not None:
+            await source.call(old.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s)
+            await self._forget(clients, old.name)
+        world_size = 1 + sum(e.tensor_parallel for e in clients)
+        name = next(self._names)
+        self._group = group = await source.call(
+            TransferGroup,
+            self._backend,
+            name,
+            world_size,
+            self._host,
+            self._timeout_s,
+            what="store of the weight transfer group",
+            timeout_s=self._timeout_s,
+        )
+
+        async def invite(engine: EngineEndpoint, client: EngineControl, rank_offset: int) -> None:
+            try:
+                await client.init_weights_group(
+                    master_address=self._host,
+                    master_port=group.port,
+                    rank_offset=rank_offset,
+                    world_size=world_size,
+                    group_name=name,
+                    backend=self._backend,
+                    timeout_s=self._timeout_s + ANSWER_GRACE_S,
+                )
+            except EngineError as error:
+                failures[engine.engine_id] = engine_failure(error, broken_before=not group.alive)
+
+        broken: Exception | None = None
+        async with anyio.create_task_group() as task_group:
+            offset = 1
+            for engine, client in clients.items():
+                task_group.start_soon(invite, engine, client, offset)
+                offset += engine.tensor_parallel
+            try:
+                await source.call(group.join, what="weight transfer group", timeout_s=2 * self._timeout_s)
+            except Exception as error:  # of any kind: raised outside the task group, which would wrap it
+                broken = error
+                task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
+        if broken is not None:
+            raise broken
+        if failures:
+            raise WeightUpdateError("an engine did not join the weight transfer group")
+        self._members = members
+        return group
+
+    async def _forget(self, clients: Mapping[EngineEndpoint, EngineControl], name: str) -> None:
+        """Lets engines drop their end of an old group; one that cannot only keeps a dead object."""
+
+        async def forget(client: EngineControl) -> None:
+            try:
+                await client.destroy_weights_group(name, timeout_s=DESTROY_TIMEOUT_S)
+            except EngineError:
+                return  # a new engine never knew it; a broken one shows it in the transfer
+
+        async with anyio.create_task_group() as task_group:
+            for client in clients.values():
+                task_group.start_soon(forget, client)
+
+
+class BroadcastSink:
+    """The trainer's half: fills buckets and broadcasts each when full. Made in the loop, used in the trainer thread."""
+
+    def __init__(self, group: TransferGroup, filler: BucketFiller) -> None:
+        self._group = group
+        self._filler = filler
+        self.bytes_sent = 0
+        self.broken: str | None = None
+        """Why nothing more is sent; also set from the event loop, read between buckets."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._filler.buckets
+
+    @property
+    def group_name(self) -> str:
+        return self._group.name
+
+    def fail(self, reason: str) -> None:
+        """The first reason stays."""
+        if self.broken is None:
+            self.broken = reason
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        try:
+            full = self._filler.add(name, tensor)
+            if full is not None:
+                self._send(*full)
+        except Exception as error:
+            self._leave(error)
+            raise
+
+    def finish(self) -> None:
+        try:
+            self._filler.check_complete()
+        except WeightUpdateError as error:
+            self._leave(error)
+            raise
+
+    def _send(self, index: int, tensors: list[Tensor]) -> None:
+        if self.broken is not None:
+            raise WeightUpdateError(self.broken)
+        payload = [tensor.detach().contiguous() for tensor in tensors]
+        if is_flattened(self.buckets[index]):
+            payload = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])]
+        self._group.broadcast(payload)
+        self.bytes_sent += sum(tensor.nbytes for tensor in payload)
+
+    def _leave(self, error: Exception) -> None:
+        self.fail(str(error))
+        self._group.drop()
