@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
@@ -23,7 +23,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.weights.events import WeightsPublished, WeightTransferFailed, WeightUpdateFailed
 from asyncrl.weights.shielding import finish_despite_cancellation
-from asyncrl.weights.transfer import FailureKind, TransferResult, Transport, WeightSource
+from asyncrl.weights.transfer import EngineFailure, FailureKind, TransferResult, Transport, WeightSource
 
 _log = structlog.get_logger(__name__)
 
@@ -37,8 +37,13 @@ class Fleet(Protocol):
     async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck]) -> None:
         """Closes sessions, verifies, stamps, continues; quarantines leased engines without an ack."""
 
-    async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str]) -> None:
-        """Takes the engines back; nothing stays paused and nothing serves torn weights."""
+    async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
+        """Takes the engines back; nothing stays paused, nothing serves torn weights. An ended lease is nothing to do.
+
+        Args:
+            failed: engine id → reason, of engines that are lost.
+            untouched: no tensor was sent, so engines go on with what they held.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,35 +111,32 @@ async def publish(
         paused_at = anyio.current_time()
         with waiting("pause and update session", "engines", begin_timeout_s):
             lease = await fleet.begin_weight_update(version)
-        failed: dict[str, str] = {}
+        progress = _Progress(lease.engines)
         try:
-            survivors, result, tries, transfer_s = await _transfer(source, transport, lease, attempts, events, failed)
-            acks = [UpdateAck(e.engine_id, e.generation) for e in survivors]
+            await _transfer(source, transport, version, attempts, events, progress)
+            acks = [UpdateAck(e.engine_id, e.generation) for e in progress.complete]
             with waiting("commit of the weights", "engines", commit_timeout_s):
                 # Finishing is the shortest way to a fleet that serves, so a cancellation waits for it, within bounds.
                 await finish_despite_cancellation(
                     lambda: fleet.commit_weight_update(lease.lease_id, acks), grace_s=cleanup_timeout_s
                 )
         except BaseException:
-            await _hand_back(fleet, transport, lease, failed, cleanup_timeout_s)
+            await _hand_back(fleet, transport, lease, progress, cleanup_timeout_s)
             raise
     except Exception as error:
-        events.emit(
-            WeightUpdateFailed(
-                version=version, seconds=anyio.current_time() - started, reason=str(error) or repr(error)
-            )
-        )
+        seconds = anyio.current_time() - started
+        events.emit(WeightUpdateFailed(version=version, seconds=seconds, reason=str(error) or repr(error)))
         raise
     ended = anyio.current_time()
     report = PublicationReport(
         version=version,
         seconds=ended - started,
         pause_s=ended - paused_at,
-        transfer_s=transfer_s,
-        bytes=result.bytes_sent,
-        attempts=tries,
-        engines=tuple(e.engine_id for e in survivors),
-        failed=failed,
+        transfer_s=progress.transfer_s,
+        bytes=progress.bytes_sent,
+        attempts=progress.transfers,
+        engines=tuple(e.engine_id for e in progress.complete),
+        failed={engine_id: failure.reason for engine_id, failure in progress.failures.items()},
     )
     events.emit(
         WeightsPublished(
@@ -143,56 +145,72 @@ async def publish(
             pause_s=report.pause_s,
             transfer_s=report.transfer_s,
             bytes=report.bytes,
-            attempts=tries,
+            attempts=report.attempts,
             engines=report.engines,
         )
     )
     return report
 
 
-async def _transfer(
-    source: WeightSource,
-    transport: Transport,
-    lease: UpdateLease,
-    attempts: int,
-    events: EventLog,
-    failed: dict[str, str],
-) -> tuple[tuple[EngineEndpoint, ...], TransferResult, int, float]:
-    """Repeats the transfer until it succeeds for all that are left; returns them, the last result, tries, seconds.
+@dataclass(slots=True)
+class _Progress:
+    """What one publication has come to so far."""
 
-    `failed` is filled with the engines that were lost for good.
-    """
-    engines = lease.engines
-    transfer_s = 0.0
-    for attempt in range(1, attempts + 1):
-        if not engines:
-            break
+    candidates: tuple[EngineEndpoint, ...]
+    """Engines of the next transfer."""
+    complete: tuple[EngineEndpoint, ...] = ()
+    """Engines that hold every byte."""
+    failures: dict[str, EngineFailure] = field(default_factory=dict)
+    """By engine_id, of engines that are not complete: what went wrong last."""
+    touched: bool = False
+    """Some engine may hold a part of the new weights."""
+    transfers: int = 0
+    transfer_s: float = 0.0
+    bytes_sent: int = 0
+
+
+async def _transfer(
+    source: WeightSource, transport: Transport, version: str, attempts: int, events: EventLog, progress: _Progress
+) -> None:
+    """Repeats the transfer until it is complete for all that are left; raises WeightUpdateError if that is nobody."""
+    source_error: str | None = None
+    while progress.candidates and progress.transfers < attempts:
+        engines = progress.candidates
+        progress.transfers += 1
         began = anyio.current_time()
+        touched_before, progress.touched = progress.touched, True  # unless the transfer lives to deny it
         result = await transport.transfer(source, engines)
-        transfer_s += anyio.current_time() - began
+        progress.transfer_s += anyio.current_time() - began
+        progress.touched = touched_before or result.touched
+        progress.bytes_sent = result.bytes_sent
+        progress.failures |= result.failures
+        source_error = result.source_error
+        if source_error is None:
+            progress.complete = tuple(e for e in engines if e.engine_id not in result.failures)
+            for engine in progress.complete:
+                progress.failures.pop(engine.engine_id, None)
+            if not result.failures:
+                return
         reasons = {engine_id: failure.reason for engine_id, failure in result.failures.items()}
-        complete = tuple(e for e in engines if e.engine_id not in reasons and result.source_error is None)
-        for engine in complete:
-            failed.pop(engine.engine_id, None)
-        failed.update(reasons)
-        if not reasons and result.source_error is None:
-            return complete, result, attempt, transfer_s
         events.emit(
-            WeightTransferFailed(version=lease.version, transfer=attempt, engines=reasons, reason=result.source_error)
+            WeightTransferFailed(version=version, transfer=progress.transfers, engines=reasons, reason=source_error)
         )
         await transport.abandon(engines)
-        if complete:
-            return complete, result, attempt, transfer_s
-        engines = engines_to_retry(engines, result)
-    reasons = failed or {"trainer": result.source_error or "unknown"} if lease.engines else {}
-    told = "; ".join(f"{who}: {why}" for who, why in reasons.items()) or "there is no engine to update"
-    raise WeightUpdateError(f"weights {lease.version} reached no engine in {attempts} attempts: {told}")
+        if progress.complete:
+            return
+        progress.candidates = engines_to_retry(engines, result)
+    told = [f"{engine_id}: {failure.reason}" for engine_id, failure in progress.failures.items()]
+    told += [] if source_error is None else [f"trainer: {source_error}"]
+    raise WeightUpdateError(
+        f"weights {version} reached no engine in {progress.transfers} transfer(s): {'; '.join(told)}"
+    )
 
 
 async def _hand_back(
-    fleet: Fleet, transport: Transport, lease: UpdateLease, failed: Mapping[str, str], timeout_s: float
+    fleet: Fleet, transport: Transport, lease: UpdateLease, progress: _Progress, timeout_s: float
 ) -> None:
     """Frees engines that are blocked in the transfer, then gives them back; never raises, so the first error stays."""
+    gone = {e: f.reason for e, f in progress.failures.items() if f.kind is FailureKind.GONE}
     with anyio.CancelScope(shield=True):
         try:
             with waiting("end of the transfer", "engines", timeout_s / 2):
@@ -201,7 +219,7 @@ async def _hand_back(
             _log.error("the transport could not leave the transfer", error=repr(error))
         try:
             with waiting("abort of the weight update", "engines", timeout_s):
-                await fleet.abort_weight_update(lease.lease_id, failed)
+                await fleet.abort_weight_update(lease.lease_id, gone, untouched=not progress.touched)
         except Exception as error:
             _log.error("the fleet could not take its engines back", error=repr(error))
 

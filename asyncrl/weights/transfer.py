@@ -6,12 +6,13 @@ rank 0 feeds, tensor by tensor, in the trainer thread. They meet in the wire its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+import anyio
 from torch import Tensor
 
 from asyncrl.data.fleet import EngineEndpoint
@@ -110,6 +111,8 @@ class TransferResult:
     """By engine_id; an engine that is not named here received everything."""
     source_error: str | None = None
     """Why the trainer's side of the wire broke, where it did."""
+    touched: bool = True
+    """False when no engine can have received anything."""
 
 
 class Transport(Protocol):
@@ -125,11 +128,38 @@ class Transport(Protocol):
         """Gives everything back that outlives one publication. Idempotent."""
 
 
-def engine_failure(error: EngineError, *, broken_before: bool) -> EngineFailure:
+def engine_failure(error: EngineError, *, broken_before: bool = False) -> EngineFailure:
     """Classifies a control call that failed; `broken_before`: the wire was already known to be broken."""
     if getattr(error, "status", None) is None:
         return EngineFailure(FailureKind.GONE, str(error))
     return EngineFailure(FailureKind.COLLATERAL if broken_before else FailureKind.REFUSED, str(error))
+
+
+@asynccontextmanager
+async def open_clients(
+    open_engine: EngineOpener, engines: Sequence[EngineEndpoint]
+) -> AsyncIterator[dict[EngineEndpoint, EngineControl]]:
+    """A client for each engine."""
+    async with AsyncExitStack() as stack:
+        yield {e: await stack.enter_async_context(open_engine(e.engine_id, e.url)) for e in engines}
+
+
+async def on_each_engine(
+    clients: Mapping[EngineEndpoint, EngineControl], call: Callable[[EngineControl, EngineEndpoint], Awaitable[None]]
+) -> dict[str, EngineFailure]:
+    """Makes `call` on all engines at once; returns those that failed."""
+    failures: dict[str, EngineFailure] = {}
+
+    async def one(engine: EngineEndpoint, client: EngineControl) -> None:
+        try:
+            await call(client, engine)
+        except EngineError as error:
+            failures[engine.engine_id] = engine_failure(error)
+
+    async with anyio.create_task_group() as task_group:
+        for engine, client in clients.items():
+            task_group.start_soon(one, engine, client)
+    return failures
 
 
 class BucketFiller:

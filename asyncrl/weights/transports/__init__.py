@@ -1,1 +1,41 @@
 """Ways of moving weights: broadcast over a process group, a directory on disk, shared memory on one host."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.weights.transfer import EngineOpener, Transport
+from asyncrl.weights.transports.broadcast import BroadcastTransport
+from asyncrl.weights.transports.disk import DiskTransport
+from asyncrl.weights.transports.tensor import TensorTransport
+
+MIB = 1 << 20
+
+
+def make_transport(
+    config: Config, kind: Literal["broadcast", "tensor", "disk"], *, open_engine: EngineOpener
+) -> Transport:
+    """The transport of a job, as its process layout chose it (`auto` is resolved there)."""
+    bucket_bytes = config.weights.bucket_mib * MIB
+    timeout_s = config.weights.timeout_s
+    match kind:
+        case "broadcast":
+            return BroadcastTransport(
+                open_engine,
+                backend="nccl" if torch.cuda.is_available() else "gloo",
+                host=config.run.host,
+                bucket_bytes=bucket_bytes,
+                timeout_s=timeout_s,
+            )
+        case "tensor":
+            return TensorTransport(open_engine, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        case "disk":
+            return DiskTransport(
+                open_engine, directory=config.run.dir / "weights", bucket_bytes=bucket_bytes, timeout_s=timeout_s
+            )
+
+
+__all__ = ["make_transport"]

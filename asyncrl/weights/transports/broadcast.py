@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 
 import anyio
 import torch
@@ -31,6 +30,8 @@ from asyncrl.weights.transfer import (
     TransferResult,
     WeightSource,
     engine_failure,
+    on_each_engine,
+    open_clients,
 )
 from asyncrl.weights.transports.process_group import Backend, TransferGroup
 
@@ -82,8 +83,7 @@ class BroadcastTransport:
 
     async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
         self._source = source
-        async with AsyncExitStack() as stack:
-            clients = {e: await stack.enter_async_context(self._open_engine(e.engine_id, e.url)) for e in engines}
+        async with open_clients(self._open_engine, engines) as clients:
             # A cancellation only stops the trainer at the next bucket: engines that are told nothing more would
             # let it wait in the present one.
             return await finish_despite_cancellation(
@@ -119,7 +119,7 @@ class BroadcastTransport:
             group = await self._group_with(source, clients, failures)
             self._check_not_stopped()
         except WeightUpdateError as error:
-            return TransferResult(0, failures, str(error))
+            return TransferResult(0, failures, str(error), touched=False)
         self._sink = BroadcastSink(group, BucketFiller(source.tensor_specs, self._bucket_bytes))
         return await self._send(source, clients, self._sink, failures)
 
@@ -187,7 +187,10 @@ class BroadcastTransport:
         old, self._group, self._members = self._group, None, ()
         if old is not None:
             await source.call(old.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s)
-            await self._forget(clients, old.name)
+            # An engine that does not know the group is new; one that cannot leave it shows that in the transfer.
+            await on_each_engine(
+                clients, lambda client, _: client.destroy_weights_group(old.name, timeout_s=DESTROY_TIMEOUT_S)
+            )
         world_size = 1 + sum(e.tensor_parallel for e in clients)
         name = next(self._names)
         self._group = group = await source.call(
@@ -233,19 +236,6 @@ class BroadcastTransport:
         self._members = members
         return group
 
-    async def _forget(self, clients: Mapping[EngineEndpoint, EngineControl], name: str) -> None:
-        """Lets engines drop their end of an old group; one that cannot only keeps a dead object."""
-
-        async def forget(client: EngineControl) -> None:
-            try:
-                await client.destroy_weights_group(name, timeout_s=DESTROY_TIMEOUT_S)
-            except EngineError:
-                return  # a new engine never knew it; a broken one shows it in the transfer
-
-        async with anyio.create_task_group() as task_group:
-            for client in clients.values():
-                task_group.start_soon(forget, client)
-
 
 class BroadcastSink:
     """The trainer's half: fills buckets and broadcasts each when full. Made in the loop, used in the trainer thread."""
@@ -289,7 +279,7 @@ class BroadcastSink:
     def _send(self, index: int, tensors: list[Tensor]) -> None:
         if self.broken is not None:
             raise WeightUpdateError(self.broken)
-        payload = [tensor.detach().contiguous() for tensor in tensors]
+        payload = [tensor.detach().to(self._group.device).contiguous() for tensor in tensors]
         if is_flattened(self.buckets[index]):
             payload = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])]
         self._group.broadcast(payload)

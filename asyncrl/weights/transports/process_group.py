@@ -42,6 +42,8 @@ class TransferGroup:
 
     def __init__(self, backend: Backend, name: str, world_size: int, host: str, timeout_s: float) -> None:
         self.backend = backend
+        self.device = "cpu" if backend == "gloo" else "cuda"
+        """Where broadcast tensors must be."""
         self.name = name
         self.world_size = world_size
         self._timeout = timedelta(seconds=timeout_s)
@@ -59,9 +61,8 @@ class TransferGroup:
 
     def join(self) -> None:
         """Waits for every engine rank; raises WeightUpdateError when one does not come in time."""
-        device = "cpu" if self.backend == "gloo" else "cuda"
         assert self._store is not None
-        store = PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        store = PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
         try:
             with WAITS.register("weight transfer group", "engines", self._timeout_s):
                 self._group = _process_group(self.backend, store, self.world_size, self._timeout)
