@@ -69,6 +69,9 @@ class WeightsConfig(Section):
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for one bucket; past it the peer counts as hung."""
 
+    lease_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest publication, all its transfers together; past it the controller takes the engines back."""
+
     attempts: int = Field(default=2, ge=1)
     """Transfers tried within one publication before it fails."""
 
