@@ -8,12 +8,14 @@ Invariants
 
 from __future__ import annotations
 
+import atexit
+import io
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TextIO
@@ -26,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observability.terminal import TerminalWriter
-from asyncrl.observability.text_plots import PHASE_COLORS, duration, shares, sparkline, time_split_text
+from asyncrl.observability.text_plots import duration, sparkline, time_bar, time_legend, time_split_text
 from asyncrl.observability.waits import WAITS, Wait
 
 _REFRESH_S = 0.25
@@ -35,6 +37,8 @@ _QUIET_S = 15.0
 _ETA_STEPS = 10
 """Steps whose mean duration the estimate of the end is made from."""
 _SHOWN_WAITS = 4
+_PENDING_LINES = 10_000
+"""Lines kept for a terminal that is paused; older ones are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +180,7 @@ def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> Renderab
         table.add_row("response", f"{report.response_length:.1f} tokens, {report.tokens_per_s:.0f} tokens/s")
         table.add_row("loss", f"{report.loss:+.4f}")
     if state.time_split:
-        bar, legend = Text(), Text()
-        for name, cells in shares(state.time_split, 40):
-            bar.append("█" * cells, style=PHASE_COLORS.get(name, "white"))
-        total = sum(state.time_split.values())
-        for name, seconds in sorted(state.time_split.items(), key=lambda item: item[1], reverse=True):
-            if seconds >= total / 200:
-                legend.append("■ ", style=PHASE_COLORS.get(name, "white")).append(f"{name} {seconds / total:.0%}  ")
-        table.add_row("time", Group(bar, legend))
+        table.add_row("time", Group(time_bar(state.time_split, 40), time_legend(state.time_split)))
     table.add_row("now", Text(f"{state.phase}, {duration(now - state.phase_since)}"))
     shown = waits if state.last is None else tuple(w for w in waits if w.age_s(now) >= 5.0)
     for i, wait in enumerate(shown[:_SHOWN_WAITS]):
@@ -263,19 +260,74 @@ class PlainDisplay(_Drawn):
                 self.note(idle_line(self._state, WAITS.snapshot(), now))
 
 
-class LiveDisplay(_Drawn):
-    """A table that is redrawn in place; whatever is written to stdout or stderr meanwhile scrolls above it."""
+class _LinesAbove(io.TextIOBase):
+    """Stands in for stdout or stderr while the table is drawn: whole lines go to `put`, nothing waits."""
 
-    def __init__(self, stream: TextIO, console: Console | None = None) -> None:
+    def __init__(self, original: TextIO, put: Callable[[str], None]) -> None:
+        self._original = original
+        self._put = put
+        self._lock = threading.Lock()
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                self._put(line)
+        return len(text)
+
+    def finish(self) -> None:
+        """Hands on what was written after the last newline."""
+        if self._rest:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._original.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._original.encoding
+
+
+class LiveDisplay(_Drawn):
+    """A table that is redrawn in place; what is written to stdout or stderr meanwhile scrolls by above it.
+
+    Only the display's thread touches the terminal: rich lets two threads that print tear a table whose height changes.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self._console = console or Console(file=stream, force_terminal=True)
-        self._notes: deque[str] = deque()
+        self._console = Console(file=stream, force_terminal=True)
+        self._lines: deque[str] = deque(maxlen=_PENDING_LINES)
+        self._redirected: dict[str, tuple[TextIO, _LinesAbove]] = {}
+
+    def start(self, total_steps: int | None) -> None:
+        if self._thread is None:
+            for name in ("stdout", "stderr"):
+                original: TextIO = getattr(sys, name)
+                if original.isatty():  # what was sent to a file stays there
+                    self._redirected[name] = (original, _LinesAbove(original, self._lines.append))
+                    setattr(sys, name, self._redirected[name][1])
+            atexit.register(self.stop)  # so that a traceback on the way out is shown
+        super().start(total_steps)
 
     def note(self, text: str) -> None:
         if self._stopped.is_set():
             self._console.print(Text(text))
         else:
-            self._notes.append(text)
+            self._lines.append(text)
+
+    def stop(self) -> None:
+        for name, (original, above) in self._redirected.items():
+            if getattr(sys, name) is above:
+                setattr(sys, name, original)
+            above.finish()
+        self._redirected = {}
+        super().stop()
+        atexit.unregister(self.stop)
 
     def _render(self) -> RenderableType:
         return render(self._state, WAITS.snapshot(), time.monotonic())
@@ -285,8 +337,8 @@ class LiveDisplay(_Drawn):
             console=self._console,
             auto_refresh=False,
             get_renderable=self._render,
-            redirect_stdout=sys.stdout.isatty(),  # what was sent to a file stays there
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         with suppress(OSError), live:  # the terminal may vanish; the job goes on
             while not self._stopped.wait(_REFRESH_S):
@@ -294,8 +346,11 @@ class LiveDisplay(_Drawn):
             self._draw(live)
 
     def _draw(self, live: Live) -> None:
-        while self._notes:
-            self._console.print(Text(self._notes.popleft()))
+        lines = []
+        while self._lines:
+            lines.append(self._lines.popleft())
+        if lines:
+            self._console.print(Text.from_ansi("\n".join(lines)))
         live.refresh()
 
 

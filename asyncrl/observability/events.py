@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import pkgutil
 import threading
 import time
@@ -197,9 +198,9 @@ class EventKind:
 
 def event_kinds() -> tuple[EventKind, ...]:
     """Every kind that the package declares, sorted; imports each `asyncrl.*.events` module to find them."""
-    for module in pkgutil.walk_packages(asyncrl.__path__, "asyncrl."):
-        if module.name.endswith(".events"):
-            importlib.import_module(module.name)
+    for package in pkgutil.iter_modules(asyncrl.__path__, "asyncrl."):
+        if package.ispkg and importlib.util.find_spec(f"{package.name}.events") is not None:
+            importlib.import_module(f"{package.name}.events")
     return tuple(
         EventKind(
             kind=kind,

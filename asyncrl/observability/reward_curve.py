@@ -68,7 +68,7 @@ def write_curve_png(
         axes.plot(steps, moving_mean(rewards, window), color=_BLUE, linewidth=2.2, label=label)
     if accuracies:
         at, values = zip(*accuracies, strict=True)
-        axes.plot(at, values, "D--", color=_RED, linewidth=1.2, markersize=6, label="held-out accuracy")
+        axes.plot(at, values, "D:", color=_RED, linewidth=1.2, markersize=6, label="held-out accuracy")
         for step, value in (accuracies[0], accuracies[-1]):
             axes.annotate(
                 f"{value:.3f}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", color=_RED
@@ -78,7 +78,7 @@ def write_curve_png(
         axes.set_ylabel("mean reward")
     axes.set_xlabel("training step")
     axes.set_title(title, loc="left", fontweight="bold")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.04, y=0.12)
     axes.grid(True, color=_GREY, alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

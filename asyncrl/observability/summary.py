@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.errors import RunDirectoryError
 from asyncrl.observability.reward_curve import curve_text, write_curve_png
-from asyncrl.observability.text_plots import PHASE_COLORS, duration, shares
+from asyncrl.observability.text_plots import duration, labelled, time_bar, time_legend
 
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "reward_curve.png"
@@ -98,30 +97,20 @@ def print_summary(summary: RunSummary, stream: TextIO, files: tuple[Path, ...] =
     """Prints the summary: a table and the reward curve in characters; `files` are named at its end."""
     console = Console(file=stream, highlight=False, soft_wrap=True)
     width = min(console.width, 100)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("outcome", Text(summary.outcome))
-    table.add_row("accuracy", Text(_change(summary.accuracy_before, summary.accuracy_after), style="bold"))
-    table.add_row("steps", f"{summary.steps} in {duration(summary.seconds)}")
-    total = sum(summary.time_split.values())
-    if total > 0:
-        bar, legend = Text(), Text()
-        for name, cells in shares(summary.time_split, 40):
-            bar.append("█" * cells, style=PHASE_COLORS.get(name, "white"))
-        for name, seconds in sorted(summary.time_split.items(), key=lambda item: item[1], reverse=True):
-            legend.append("■ ", style=PHASE_COLORS.get(name, "white"))
-            legend.append(f"{name} {duration(seconds)} ({seconds / total:.0%})  ")
-        table.add_row("time", bar)
-        table.add_row("", legend)
-    for name, value in summary.facts.items():
-        table.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
+    rows = [
+        ("outcome", Text(summary.outcome)),
+        ("accuracy", Text(_change(summary.accuracy_before, summary.accuracy_after), style="bold")),
+        ("steps", Text(f"{summary.steps} in {duration(summary.seconds)}")),
+    ]
+    if any(summary.time_split.values()):
+        rows += [("time", time_bar(summary.time_split, 40)), ("", time_legend(summary.time_split, seconds=True))]
+    rows += [(name, Text(f"{v:.4g}" if isinstance(v, float) else str(v))) for name, v in summary.facts.items()]
     if summary.export is not None:
-        table.add_row("export", Text(summary.export))
-    for path in files:
-        table.add_row(Text(path.stem.replace("_", " ")), Text(str(path)))
+        rows.append(("export", Text(summary.export)))
+    rows += [(path.stem.replace("_", " "), Text(str(path))) for path in files]
     console.print()
-    console.print(table)
+    for row in labelled(rows):
+        console.print(row)
     if curve := curve_text(summary.rewards, width=width):
         console.print()
         console.print(Text(curve))

@@ -1,9 +1,11 @@
-"""Small plots in characters: pure functions from numbers to text."""
+"""Numbers as text: small plots, durations, time splits; pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+
+from rich.text import Text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -63,3 +65,27 @@ def time_split_text(phases: Mapping[str, float]) -> str:
     return ", ".join(
         f"{name} {seconds / total:.0%}".replace("%", " %") for name, seconds in parts if seconds / total >= 0.005
     )
+
+
+def time_bar(phases: Mapping[str, float], width: int) -> Text:
+    """One bar of `width` cells, colored by phase."""
+    return Text.assemble(*(("█" * cells, PHASE_COLORS.get(name, "white")) for name, cells in shares(phases, width)))
+
+
+def time_legend(phases: Mapping[str, float], *, seconds: bool = False) -> Text:
+    """The share of each phase beside its color, largest first, without what is under half a percent."""
+    total = sum(phases.values())
+    legend = Text()
+    for name, spent in sorted(phases.items(), key=lambda item: item[1], reverse=True):
+        if total > 0 and spent / total >= 0.005:
+            legend.append("■ ", style=PHASE_COLORS.get(name, "white"))
+            legend.append(
+                f"{name} {duration(spent)} ({spent / total:.0%})  " if seconds else f"{name} {spent / total:.0%}  "
+            )
+    return legend
+
+
+def labelled(rows: Sequence[tuple[str, Text]]) -> list[Text]:
+    """Rows of a table whose right side is not cut or wrapped, so that paths can be copied from it."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [Text.assemble((f"{name:<{width}}  ", "dim"), text) for name, text in rows]

@@ -148,17 +148,20 @@ class LoopMonitor:
             if reported_beat and beat != reported_beat:
                 _log.warning(f"the event loop turns again after {beat - reported_beat:.1f} s")
                 reported_beat = 0.0
+            # This thread was held up too, and hardly any CPU time went by: the whole process stood still, not the loop.
+            if gap_s - _LOOK_S >= self._threshold_s and used_s < gap_s / 2:
+                _log.warning(f"the process did not run for {gap_s:.1f} s: stopped, suspended, or starved of CPU")
+                continue
             late_s = now - beat
             if reported_beat or late_s < self._threshold_s + _HEARTBEAT_S:
                 continue
-            # This thread was held up too, and hardly any CPU time went by: the whole process stood still, not the loop.
-            stopped = gap_s - _LOOK_S >= self._threshold_s and used_s < gap_s / 2
-            place = None if stopped else blocking_place(sys._current_frames().get(loop_thread))
-            if place is None:
-                _log.warning(f"the process did not run for {late_s:.1f} s: stopped, suspended, or starved of CPU")
-                reported_beat = 0.0 if stopped else beat
-                continue
             reported_beat = beat
+            place = blocking_place(sys._current_frames().get(loop_thread))
+            if place is None:
+                _log.warning(
+                    f"the event loop did not turn for {late_s:.1f} s, yet runs nothing: starved by other threads"
+                )
+                continue
             self._blocks += 1
             what = f"blocked for {late_s:.1f} s by {place}"
             _log.warning(f"the event loop is {what}; give that work to a thread or a process")

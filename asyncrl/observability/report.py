@@ -1,0 +1,324 @@
+"""What happened in a run, read from its directory: attempts, engines, weights, prompt groups, faults, time.
+
+Invariants
+- Only files are read: the run may be going on, have ended, or have been killed.
+- Nothing is passed over in silence: damaged lines, lost lines and kinds that this version does not know are counted.
+- Events are known by their kind and may lack fields (a log of another version); `?` stands for what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.errors import RunDirectoryError
+from asyncrl.observability.events import SCHEMA_VERSION, UNREADABLE, read_events
+from asyncrl.observability.metrics import read_metrics
+from asyncrl.observability.reward_curve import curve_text
+from asyncrl.observability.text_plots import duration, labelled
+
+Record = Mapping[str, Any]
+
+EVENTS_FILE = "events.jsonl"
+METRICS_FILE = "metrics.jsonl"
+
+
+class _Missing:
+    """Stands for a field that an event lacks, in whatever format it is asked for."""
+
+    def __format__(self, _spec: str) -> str:
+        return "?"
+
+
+class _Fields(dict[str, Any]):
+    """Fields of an event for `str.format_map`."""
+
+    def __missing__(self, key: str) -> _Missing:
+        return _Missing()
+
+
+def _number(value: object) -> float:
+    """`value` where it is a number, else 0: one odd field must not hide the rest of a log."""
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _size(value: object) -> int:
+    return len(value) if isinstance(value, (list, tuple)) else 0
+
+
+def _engine_state(event: Record) -> str:
+    text = "{previous} → {state}".format_map(_Fields(event))
+    if event.get("version") is not None:
+        text += f", weights {event['version']}"
+    return text + (f": {event['reason']}" if event.get("reason") else "")
+
+
+def _transfer_failed(event: Record) -> str:
+    engines = event.get("engines") or {}
+    lost = "; ".join(f"{name}: {why}" for name, why in engines.items()) if isinstance(engines, Mapping) else engines
+    return f"transfer {event.get('transfer', '?')} of {event.get('version', '?')} failed: {event.get('reason') or lost}"
+
+
+def _evaluated(event: Record) -> str:
+    if event.get("skipped") is not None:
+        return f"evaluation skipped: {event['skipped']}"
+    return "accuracy {accuracy} on {num_samples} samples".format_map(_Fields(event))
+
+
+def _process_exited(event: Record) -> str:
+    text = "process {pid} ended with {returncode}".format_map(_Fields(event))
+    text += ", as asked" if event.get("requested") else ", unasked"
+    return text + _survivors(event)
+
+
+def _host_ended(event: Record) -> str:
+    return ("ended" if event.get("expected") else "ended unasked") + _survivors(event)
+
+
+def _survivors(event: Record) -> str:
+    return f"; {event['survivors']} of its processes could not be killed" if event.get("survivors") else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wording:
+    """How an event of the timeline reads: who, and a template over its fields or a function of them."""
+
+    who: str
+    text: str | Callable[[Record], str]
+    fault: bool = False
+
+    def apply(self, event: Record) -> tuple[str, str]:
+        fields = _Fields(event)
+        try:
+            text = self.text.format_map(fields) if isinstance(self.text, str) else self.text(event)
+        except (TypeError, ValueError):  # a field of another type than its format
+            text = str(dict(event))
+        return self.who.format_map(fields), text
+
+
+_TIMELINE: Mapping[str, _Wording] = {
+    "job_started": _Wording("driver", "attempt {attempt} began: pid {pid}, {ranks} trainer ranks"),
+    "job_ended": _Wording("driver", "ended with exit code {exit_code}: {reason}"),
+    "fault_seen": _Wording("{component}", "{what}", fault=True),
+    "events_lost": _Wording("event log", "{count} events before this one were lost", fault=True),
+    "checkpoint_written": _Wording("driver", "step {step} written to {path} in {seconds:.1f} s"),
+    "fleet_ready": _Wording("controller", "{engines} engines ready after {seconds:.1f} s"),
+    "engine_state": _Wording("{engine}", _engine_state),
+    "engine_exited": _Wording("{engine}", "process {pid} ended unasked with {returncode}", fault=True),
+    "weight_update_aborted": _Wording("weights", "update to {version} given up: {reason}", fault=True),
+    "weight_transfer_failed": _Wording("weights", _transfer_failed, fault=True),
+    "weight_update_failed": _Wording("weights", "update to {version} failed: {reason}", fault=True),
+    "evaluated": _Wording("evaluation", _evaluated),
+    "trainer_ready": _Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
+    "trainer_rank_failed": _Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
+    "host.started": _Wording("host", "started: pid {pid}"),
+    "host.ended": _Wording("host", _host_ended),
+    "process.exited": _Wording("{name}", _process_exited),
+}
+"""Kinds that are told one by one; other known kinds are counted."""
+
+_COUNTED = frozenset(
+    {
+        "process.spawned",
+        "step_finished",
+        "trainer_stepped",
+        "group_admitted",
+        "group_running",
+        "group_finished",
+        "groups_delivered",
+        "groups_trained",
+        "group_filtered",
+        "group_dropped",
+        "request_failed",
+        "reward_failed",
+        "weight_update_begun",
+        "weight_update_committed",
+        "weights_published",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """One thing that happened."""
+
+    time: float
+    """Seconds since the epoch."""
+    attempt: int
+    who: str
+    text: str
+    fault: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One version of the weights that reached the engines."""
+
+    version: str
+    engines: int
+    seconds: float
+    pause_s: float
+
+
+@dataclass(slots=True)
+class RunReport:
+    """What `events.jsonl` and `metrics.jsonl` say, gathered."""
+
+    timeline: list[TimelineEntry] = field(default_factory=list)
+    publications: list[Publication] = field(default_factory=list)
+    steps: int = 0
+    """Steps trained, by the last attempt that says so."""
+    groups: Counter[str] = field(default_factory=Counter)
+    """Prompt groups by what became of them: admitted, finished, delivered, trained, filtered: why, dropped: why."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failed requests and rewards by their reason."""
+    time_split: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase over all steps, those that were rolled back included."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step, as trained last."""
+    ended: str | None = None
+    """Why the last attempt ended; None while it runs, and where it was killed."""
+    unreadable: int = 0
+    newer: int = 0
+    """Lines of a schema version that is newer than this program's."""
+    unknown: Counter[str] = field(default_factory=Counter)
+    """Lines by kinds that are not known here."""
+
+
+def _is_routine(event: Record) -> bool:
+    """An engine's turn through an ordinary weight update: one pair per step, told by the publications instead."""
+    return event.get("state") == "updating" or (event.get("previous") == "updating" and event.get("state") == "serving")
+
+
+def _count(report: RunReport, event: Record) -> None:
+    kind = event["kind"]
+    if kind == "step_finished":
+        report.steps = int(_number(event.get("step")))
+    elif kind == "weights_published":
+        report.publications.append(
+            Publication(
+                version=str(event.get("version", "?")),
+                engines=_size(event.get("engines")),
+                seconds=_number(event.get("seconds")),
+                pause_s=_number(event.get("pause_s")),
+            )
+        )
+    elif kind in ("groups_delivered", "groups_trained"):
+        report.groups[kind.removeprefix("groups_")] += _size(event.get("group_ids"))
+    elif kind in ("group_filtered", "group_dropped"):
+        report.groups[f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"] += 1
+    elif kind in ("group_admitted", "group_finished"):
+        report.groups[kind.removeprefix("group_")] += 1
+    elif kind == "request_failed":
+        report.failures[f"request: {event.get('failure', '?')}"] += 1
+    elif kind == "reward_failed":
+        report.failures[f"reward: {event.get('reason', '?')}"] += 1
+
+
+def build_report(events: Iterable[Record], metrics: Iterable[Record]) -> RunReport:
+    """Gathers the lines of an event log and of a metrics log."""
+    report = RunReport()
+    for event in events:
+        kind = str(event.get("kind"))
+        if kind == UNREADABLE:
+            report.unreadable += 1
+            continue
+        report.newer += _number(event.get("v")) > SCHEMA_VERSION
+        if kind in _TIMELINE:
+            if kind == "job_started":
+                report.ended = None
+            elif kind == "job_ended":
+                report.ended = str(event.get("reason", "?"))
+            if not (kind == "engine_state" and _is_routine(event)):
+                wording = _TIMELINE[kind]
+                who, text = wording.apply(event)
+                at, attempt = _number(event.get("time")), int(_number(event.get("attempt")))
+                report.timeline.append(TimelineEntry(at, attempt, who, text, wording.fault))
+        elif kind in _COUNTED:
+            _count(report, event)
+        else:
+            report.unknown[kind] += 1
+    rewards: dict[int, float] = {}
+    for line in metrics:
+        for key, value in line.items():
+            if key.startswith("time/") and key.endswith("_s") and key != "time/step_s":
+                phase = key.removeprefix("time/").removesuffix("_s")
+                report.time_split[phase] = report.time_split.get(phase, 0.0) + _number(value)
+        if isinstance(reward := line.get("rollout/reward_mean"), (int, float)):
+            rewards[int(_number(line.get("step")))] = float(reward)
+    report.rewards = [rewards[step] for step in sorted(rewards)]
+    return report
+
+
+def read_report(run_dir: Path) -> RunReport:
+    """Reads a run directory; raises RunDirectoryError where there is no run in it."""
+    events = run_dir / EVENTS_FILE
+    if not events.is_file():
+        raise RunDirectoryError(f"{run_dir}: no {EVENTS_FILE} in it; give the directory of a run (run.dir)")
+    metrics = run_dir / METRICS_FILE
+    return build_report(read_events(events), read_metrics(metrics) if metrics.is_file() else ())
+
+
+def print_report(report: RunReport, stream: TextIO, *, last: int = 200) -> None:
+    """Prints the report; of the timeline at most the `last` entries, and all faults before them."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    start = report.timeline[0].time if report.timeline else 0.0
+    console.print(Text(_headline(report, start), style="bold"))
+
+    cut = max(0, len(report.timeline) - last)
+    shown = [entry for i, entry in enumerate(report.timeline) if i >= cut or entry.fault]
+    if left_out := len(report.timeline) - len(shown):
+        console.print(Text(f"({left_out} earlier entries without a fault left out)", style="dim"))
+    for entry in shown:
+        style = "red" if entry.fault else ""
+        console.print(Text.assemble((f"{entry.time - start:9.1f} s  {entry.who:<14}  ", "dim"), (entry.text, style)))
+
+    for row in labelled([(name, Text(text)) for name, text in _sections(report)]):
+        console.print(row)
+    if curve := curve_text(report.rewards, width=min(console.width, 100)):
+        console.print(Text(curve))
+
+
+def _headline(report: RunReport, start: float) -> str:
+    if not report.timeline:
+        return "nothing has happened yet"
+    attempts = len({entry.attempt for entry in report.timeline})
+    faults = sum(entry.fault for entry in report.timeline)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start))
+    ended = report.ended or "still running, or killed"
+    return f"{report.steps} steps in {attempts} attempt(s) since {began}, {faults} fault(s): {ended}"
+
+
+def _sections(report: RunReport) -> list[tuple[str, str]]:
+    """Name and text of each part below the timeline that has something to say."""
+
+    def counts(counter: Mapping[str, int]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in counter.items())
+
+    sections = []
+    if published := report.publications:
+        pauses = [p.pause_s for p in published]
+        text = f"{len(published)} published, {published[0].version} to {published[-1].version}; "
+        text += f"engines paused {sum(pauses) / len(pauses):.2f} s each time, {max(pauses):.2f} s at most"
+        sections.append(("weights", text))
+    if report.groups:
+        sections.append(("prompt groups", counts(report.groups)))
+    if report.failures:
+        sections.append(("failures", counts(report.failures)))
+    if total := sum(report.time_split.values()):
+        largest_first = sorted(report.time_split.items(), key=lambda item: item[1], reverse=True)
+        parts = [f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in largest_first]
+        sections.append(("time", ", ".join(parts)))
+    if report.unreadable or report.newer:
+        text = f"{report.unreadable} damaged lines, {report.newer} lines of a newer version"
+        sections.append(("event log", text))
+    if report.unknown:
+        sections.append(("not told here", counts(report.unknown)))
+    return sections

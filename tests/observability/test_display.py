@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockBuster
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from asyncrl.observability.display import (
+    DisplayState,
+    LiveDisplay,
+    PlainDisplay,
+    StepReport,
+    idle_line,
+    make_display,
+    render,
+    step_line,
+)
+from asyncrl.observability.text_plots import duration, shares, sparkline, time_split_text
+from asyncrl.observability.waits import WAITS, Wait
+
+
+def a_step(step: int, **changes: float) -> StepReport:
+    values = {"reward_mean": 0.5, "response_length": 20.25, "tokens_per_s": 812.0, "loss": -0.0123, "seconds": 2.0}
+    values |= changes
+    return StepReport(step=step, time_split={"generate": 1.25, "train": 0.5, "other": 0.25}, **values)
+
+
+def shown(state: DisplayState, waits: tuple[Wait, ...] = (), now: float = 60.0) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render(state, waits, now))
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue()
+
+
+def test_the_live_table_shows_what_start_up_waits_for() -> None:
+    state = DisplayState(started=0.0, total_steps=40)
+    text = shown(state, (Wait("first generation", "engine-0", 48.0, 600.0),))
+    assert "step 0/40" in text
+    assert "startup, 1 min 00 s" in text
+    assert "first generation from engine-0, 12.0 s of 600 s" in text
+
+
+def test_the_live_table_shows_a_step_and_where_the_time_goes() -> None:
+    state = DisplayState(started=0.0, total_steps=40, phase="train")
+    for i in range(1, 5):
+        state = state.after(a_step(i, reward_mean=i / 10))
+    text = shown(state, now=10.0)
+    assert "step 4/40" in text
+    assert "10.0 s, 1 min 12 s left" in text  # 36 steps of 2 s
+    assert "0.400  ▁▃▆█" in text
+    assert "20.2 tokens, 812 tokens/s" in text
+    assert re.search(r"generate 62%.*train 25%.*other 12%", text)
+    assert "accuracy" not in text
+
+
+def test_accuracy_stays_on_the_screen_after_its_step() -> None:
+    state = DisplayState(started=0.0).after(a_step(1, accuracy=0.75)).after(a_step(2))
+    assert "0.750 on held-out prompts" in shown(state)
+
+
+def test_short_waits_of_a_running_loop_are_not_shown() -> None:
+    state = DisplayState(started=0.0).after(a_step(1))
+    waits = (Wait("response", "router", 10.0, 600.0), Wait("response", "engine-1", 58.0, 600.0))
+    assert "router" in shown(state, waits) and "engine-1" not in shown(state, waits)
+
+
+def test_many_waits_are_counted() -> None:
+    waits = tuple(Wait("response", f"engine-{i}", 0.0, 600.0) for i in range(30))
+    assert "and 26 more" in shown(DisplayState(started=0.0), waits)
+
+
+def test_a_step_in_a_line() -> None:
+    state = DisplayState(started=0.0, total_steps=3).after(a_step(1, accuracy=0.5))
+    assert state.last is not None
+    assert step_line(state, state.last) == (
+        "step 1/3      reward 0.500  length 20.2  812 tokens/s  loss -0.0123  "
+        "2.0 s (generate 62 %, train 25 %, other 12 %)  accuracy 0.500  4.0 s left"
+    )
+
+
+def test_nothing_that_is_not_finite_breaks_a_display() -> None:
+    nan = float("nan")
+    report = a_step(1, reward_mean=nan, loss=float("inf"), tokens_per_s=nan, seconds=nan)
+    state = DisplayState(started=0.0, total_steps=9).after(report).after(a_step(2))
+    assert "reward nan" in step_line(state, report)
+    assert "step 2/9" in shown(state)
+
+
+def test_silence_is_broken_with_what_goes_on() -> None:
+    state = DisplayState(started=0.0, phase="startup", phase_since=0.0)
+    wait = Wait("first generation", "engine-0", 48.0, 600.0)
+    assert idle_line(state, (wait,), 60.0) == (
+        "startup for 1 min 00 s: waiting for first generation from engine-0, 12.0 s of 600 s"
+    )
+    assert idle_line(state.after(a_step(3)), (), 60.0) == "step 3, startup for 1 min 00 s"
+
+
+def plain(stream: io.StringIO, quiet_s: float = 60.0) -> PlainDisplay:
+    display = PlainDisplay(stream, quiet_s)
+    display.start(3)
+    return display
+
+
+def test_plain_output_is_one_line_per_step_and_per_phase_of_the_start() -> None:
+    stream = io.StringIO()
+    display = plain(stream)
+    display.phase("starting engines")
+    display.phase("warm-up 1/200")
+    display.phase("warm-up 2/200")
+    for i in (1, 2):
+        display.phase("generate")
+        display.step(a_step(i))
+        display.phase("train")
+    display.note("stopping: SIGTERM")
+    display.stop()
+    display.stop()
+    begins = [re.split(r"\s{2,}", line)[0] for line in stream.getvalue().splitlines()]
+    assert begins == ["starting engines", "warm-up 1/200", "generate", "step 1/3", "step 2/3", "stopping: SIGTERM"]
+
+
+def test_plain_output_says_what_it_waits_for_when_nothing_else_was_said() -> None:
+    stream = io.StringIO()
+    display = plain(stream, quiet_s=0.02)
+    with WAITS.register("first generation", "engine-0", 600.0):
+        deadline = time.monotonic() + 5
+        while "waiting for" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    display.stop()
+    assert "startup for 0.0 s: waiting for first generation from engine-0, 0.0 s of 600 s\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+@pytest.mark.anyio
+async def test_a_display_never_blocks_the_event_loop(mode: str, no_blocking: BlockBuster) -> None:
+    no_blocking.deactivate()
+    paused = PausedTerminal()
+    display = make_display(mode, paused)  # type: ignore[arg-type]
+    display.start(100)
+    if mode == "live":
+        assert paused.reached.wait(5)  # its thread is stuck in the terminal
+    no_blocking.activate()
+    started = time.monotonic()
+    for i in range(1, 1000):
+        display.phase("generate")
+        display.step(a_step(i))
+        display.note("a note")
+    took = time.monotonic() - started
+    no_blocking.deactivate()
+    paused.resumed.set()
+    display.stop()
+    assert took < 1.0
+    assert paused.getvalue().count("a note") == 999
+
+
+class PausedTerminal(io.StringIO):
+    """A terminal whose reader stopped reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self.resumed = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reached.set()
+        self.resumed.wait(20)
+        return super().write(text)
+
+
+def test_auto_is_plain_where_output_is_not_a_terminal() -> None:
+    display = make_display("auto", io.StringIO())
+    assert isinstance(display, PlainDisplay)
+    display.stop()
+    assert isinstance(make_display("live", io.StringIO()), LiveDisplay)
+
+
+def test_a_note_after_the_end_is_still_shown() -> None:
+    stream = io.StringIO()
+    display = LiveDisplay(stream)
+    display.start(1)
+    display.stop()
+    display.note("summary written")
+    assert stream.getvalue().rstrip().endswith("summary written")
+
+
+SESSION = """
+import logging, sys, time
+from asyncrl.observability.display import LiveDisplay, StepReport, make_display
+from asyncrl.observability.logging import get_logger, logging_to
+
+with logging_to(None):
+    display = make_display("auto")
+    assert isinstance(display, LiveDisplay)
+    display.start(30)
+    for i in range(1, 31):
+        get_logger("controller").info(f"log line {i}.")
+        print(f"printed line {i}.")
+        display.note(f"note line {i}.")
+        display.step(StepReport(step=i, reward_mean=i / 30, response_length=9, tokens_per_s=80, loss=0.0, seconds=0.02,
+                                time_split={"generate": 0.02}))
+        time.sleep(0.02)
+    display.stop()
+"""
+
+
+def screen_after(output: str) -> list[str]:
+    """The lines that a terminal (wide and high enough) shows after `output`."""
+    lines, row, column = [""], 0, 0
+    for match in re.finditer(r"\x1b\[\??([0-9;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+", output):
+        text, number, command = match[0], match[1], match[2]
+        if text == "\r":
+            column = 0
+        elif text == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif command == "A":
+            row -= int(number or 1)
+        elif command == "K":
+            lines[row] = ""
+        elif command is None:
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+            column += len(text)
+        else:
+            assert command in "mhl", f"a sequence that this small terminal does not know: {text!r}"
+    return lines
+
+
+def test_log_lines_do_not_tear_the_live_table(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "200"}
+    command = [sys.executable, "-c", SESSION]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, env=environment) as process:
+        os.close(slave)
+        chunks = []
+        try:
+            while chunk := os.read(master, 65536):
+                chunks.append(chunk)
+        except OSError:  # EIO: the other side is closed
+            pass
+    os.close(master)
+    assert process.returncode == 0
+    output = b"".join(chunks).decode()
+    assert output.count("step 1") > 1  # it was drawn more than once
+    screen = screen_after(output)
+    for kind in ("log", "printed", "note"):
+        seen = [int(m[1]) for line in screen if (m := re.search(rf"{kind} line (\d+)\.\s*$", line))]
+        assert seen == list(range(1, 31)), kind
+    table = [line for line in screen if line.startswith(("╭", "│", "╰"))]
+    assert sum("step 30/30" in line for line in table) == 1
+    assert (table[0][0], table[-1][0]) == ("╭", "╰") and len({len(line) for line in table}) == 1
+    assert [line for line in screen if line.strip()][-1].startswith("╰")
+
+
+def test_a_sparkline_spans_its_least_and_greatest() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([0.0, float("nan"), 1.0], 10) == "▁?█"
+    assert sparkline([9.0, 1.0, 2.0], 2) == "▁█"
+    assert sparkline([3.0, 3.0], 5) == "▁▁"
+    assert sparkline([], 5) == ""
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(0, 1e6), max_size=6), st.integers(0, 60))
+def test_the_cells_of_a_bar_fill_it(parts: dict[str, float], width: int) -> None:
+    cells = dict(shares(parts, width))
+    assert sum(cells.values()) == (width if sum(parts.values()) > 0 else 0)
+    assert all(count > 0 for count in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(8.26, "8.3 s"), (245, "4 min 05 s"), (7620, "2 h 07 min"), (float("inf"), "unknown")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_time_split_names_the_largest_first() -> None:
+    assert time_split_text({"train": 30, "generate": 69.8, "other": 0.2}) == "generate 70 %, train 30 %"
+    assert time_split_text({}) == ""

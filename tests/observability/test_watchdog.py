@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+from structlog.testing import capture_logs
+
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import Wait, WaitRegistry
+from asyncrl.observability.watchdog import LoopMonitor, OverdueWaits, watch_stalls
+
+pytestmark = pytest.mark.anyio
+
+THRESHOLD_S = 0.3
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # what is awaited is a log line, which sets no event
+        await anyio.sleep(0.01)
+
+
+def test_a_wait_is_reported_once_when_half_of_its_deadline_is_over() -> None:
+    policy = OverdueWaits(min_age_s=5.0)
+    wait = Wait("first generation", "engine-0", since=0.0, deadline_s=600.0)
+    assert policy.newly_overdue([wait], 299.0) == ()
+    assert policy.newly_overdue([wait], 301.0) == (wait,)
+    assert policy.newly_overdue([wait], 400.0) == ()
+
+
+def test_a_short_wait_is_left_to_its_own_deadline() -> None:
+    policy = OverdueWaits(min_age_s=5.0)
+    assert policy.newly_overdue([Wait("header", "engine-0", since=0.0, deadline_s=4.0)], 3.9) == ()
+
+
+def test_waits_that_ended_are_forgotten() -> None:
+    policy = OverdueWaits(min_age_s=0.0)
+    wait = Wait("answer", "engine-0", since=0.0, deadline_s=1.0)
+    policy.newly_overdue([wait], 1.0)
+    assert policy.newly_overdue([], 2.0) == ()
+    assert policy._reported == set()
+
+
+async def test_a_silent_engine_is_named_in_the_log() -> None:
+    registry = WaitRegistry()
+    with capture_logs() as logs, registry.register("response", "engine-1", 0.1):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: watch_stalls(registry, interval_s=0.01, min_age_s=0.0))
+            with anyio.fail_after(5):
+                await until(lambda: bool(logs))
+            await anyio.sleep(0.05)
+            tasks.cancel_scope.cancel()
+    (line,) = logs
+    assert line["log_level"] == "warning"
+    assert re.fullmatch(r"still waiting for response from engine-1, 0\.\d s of 0\.1 s", line["event"])
+
+
+def slow_reward() -> None:
+    time.sleep(2.5 * THRESHOLD_S)
+
+
+def reward_that_waits_for_a_lock() -> None:
+    threading.Event().wait(2.5 * THRESHOLD_S)
+
+
+def reward_that_computes_in_c() -> None:
+    started = time.monotonic()
+    while time.monotonic() < started + 2 * THRESHOLD_S:
+        sum(range(20_000_000))  # one call into C, which keeps the interpreter's lock throughout
+
+
+async def blocked_by(function: Callable[[], None], events: EventLog | None = None) -> list[str]:
+    """The warnings that a loop gets which `function` blocks."""
+    monitor = LoopMonitor(threshold_s=THRESHOLD_S, events=events)
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(monitor.run)
+            await anyio.sleep(0.3)
+            function()
+            with anyio.fail_after(5):
+                await until(lambda: any("turns again" in line["event"] for line in logs))
+            tasks.cancel_scope.cancel()
+    assert monitor.statistics().blocks == 1
+    assert monitor.statistics().max_lag_s > THRESHOLD_S
+    return [line["event"] for line in logs]
+
+
+@pytest.mark.parametrize("function", [slow_reward, reward_that_waits_for_a_lock, reward_that_computes_in_c])
+@pytest.mark.parametrize("uvloop", [True, False])
+async def test_the_function_that_blocks_the_loop_is_named_with_its_line(
+    function: Callable[[], None], anyio_backend: object, uvloop: bool
+) -> None:
+    events = EventLog(None)
+    blocked, again = await blocked_by(function, events)
+    place = rf"{function.__name__} \({re.escape(__file__)}:\d+\)"
+    assert re.fullmatch(rf"the event loop is blocked for \d\.\d s by {place}; give that work to .*", blocked)
+    assert re.fullmatch(r"the event loop turns again after \d\.\d s", again)
+    (event,) = events.recent
+    assert (event["kind"], event["component"]) == ("fault_seen", "event loop")
+    assert function.__name__ in event["what"]
+
+
+@pytest.fixture
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    callspec = getattr(request.node, "callspec", None)
+    return "asyncio", {"use_uvloop": callspec.params.get("uvloop", True) if callspec else True}
+
+
+async def test_a_loop_that_keeps_its_pace_is_left_alone() -> None:
+    monitor = LoopMonitor(threshold_s=THRESHOLD_S)
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(monitor.run)
+            await anyio.to_thread.run_sync(slow_reward)  # slow, but in a thread
+            tasks.cancel_scope.cancel()
+    assert logs == []
+    assert monitor.statistics().blocks == 0
+
+
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kills `process` at the end of the body, or after `seconds`, so that reading from it ends in any case."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        process.kill()
+
+
+SUSPENDED = """
+import anyio
+from asyncrl.observability.watchdog import LoopMonitor
+
+async def main():
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(LoopMonitor(threshold_s=0.3).run)
+        await anyio.sleep(0.3)
+        print("ready", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main, backend_options={"use_uvloop": True})
+"""
+
+
+def test_a_stopped_process_is_not_taken_for_a_blocked_loop() -> None:
+    with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+        with killed_after(10, process):
+            line = process.stdout.readline()
+    assert re.search(r"the process did not run for [01]\.\d s: stopped, suspended, or starved of CPU", line)
+
+
+DUMP = """
+import signal, sys, time
+from asyncrl.observability.waits import WAITS
+from asyncrl.observability.watchdog import dump_on_signal
+
+def stuck():
+    print("ready", flush=True)
+    time.sleep(5)
+
+with open(sys.argv[1], "w") as stream, dump_on_signal(stream), WAITS.register("ack", "trainer rank 1", 60.0):
+    stuck()
+"""
+
+
+def test_a_signal_dumps_every_stack_and_the_waits(tmp_path: Path) -> None:
+    path = tmp_path / "dump"
+    with subprocess.Popen([sys.executable, "-c", DUMP, path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGUSR2)
+        deadline = time.monotonic() + 5
+        while "waits for" not in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    assert "in stuck" in path.read_text()
+    assert re.search(r"driver waits for: ack from trainer rank 1, 0\.\d s of 60 s", path.read_text())
