@@ -1,0 +1,119 @@
+"""The thread behind a rank's exit policy: receives signals, watches rank 0, keeps the deadline, leaves by force."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from asyncrl.exit_protocol.beacon import watch_rank_zero
+from asyncrl.exit_protocol.policy import Order, Policy
+from asyncrl.observability.waits import WAITS
+
+BEACON_RETRY_S = 0.2
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+class ExitWatch:
+    """The thread that receives signals, watches rank 0, keeps the deadline, and leaves by force."""
+
+    def __init__(
+        self, policy: Policy, who: str, signals: tuple[signal.Signals, ...], beacon: str | None = None
+    ) -> None:
+        self.policy = policy
+        self.orders, self._ordered = socket.socketpair()
+        """Readable once the event loop is to stop. (A socket: the thread must not wait for a blocked loop.)"""
+        self._who = who
+        self._signals = signals
+        self._beacon = beacon
+        self._signalled, self._wakeup = socket.socketpair()
+        for end in (self.orders, self._ordered, self._signalled, self._wakeup):
+            end.setblocking(False)
+        self._handlers: dict[signal.Signals, _Handler] = {}
+        self._previous_wakeup = -1
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="exit-watch", daemon=True)
+
+    def arm(self) -> None:
+        """Main thread only; inside the loop on rank 0, since uvloop takes the wakeup descriptor when it starts."""
+        for signum in self._signals:
+            self._handlers[signum] = signal.signal(signum, _noted)
+            signal.siginterrupt(signum, False)  # system calls of collectives are restarted
+        self._previous_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+
+    def disarm(self, keep_deadline: bool) -> None:
+        """Puts the handlers back. With `keep_deadline` the thread still leaves by force, and a signal ends at once."""
+        signal.set_wakeup_fd(self._previous_wakeup, warn_on_full_buffer=self._previous_wakeup < 0)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, signal.SIG_DFL if keep_deadline else handler)
+        if not keep_deadline:
+            self._closed = True
+            self.wake()
+            self._thread.join()
+            for end in (self.orders, self._ordered, self._signalled, self._wakeup):
+                end.close()
+
+    def wake(self) -> None:
+        """Makes the thread look at the policy again."""
+        with contextlib.suppress(BlockingIOError):  # full: it will wake anyhow
+            self._wakeup.send(b"\0")
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._signalled, select.POLLIN)
+        rank_zero = None
+        while not self._closed:
+            if self._beacon is not None and rank_zero is None:
+                rank_zero = watch_rank_zero(self._beacon)
+                if rank_zero is not None:
+                    poll.register(rank_zero, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(self._timeout_ms(rank_zero))}
+            now = time.monotonic()
+            if rank_zero is not None and rank_zero in ready:
+                poll.unregister(rank_zero)
+                self._beacon = None
+                self.policy.on_rank_zero_gone(now)
+            if self._signalled.fileno() in ready:
+                for signum in self._signalled.recv(4096):
+                    self._obey(self.policy.on_signal(signum, now))
+            if self.policy.leave_by is not None and now >= self.policy.leave_by:
+                self._leave()
+
+    def _timeout_ms(self, rank_zero: int | None) -> float | None:
+        timeouts = []
+        if self._beacon is not None and rank_zero is None:
+            timeouts.append(BEACON_RETRY_S)
+        if self.policy.leave_by is not None:
+            timeouts.append(max(self.policy.leave_by - time.monotonic(), 0.0))
+        return 1000 * min(timeouts) + 1 if timeouts else None
+
+    def _obey(self, order: Order | None) -> None:
+        if order is Order.LEAVE:
+            self._leave()
+        elif order is Order.STOP_NOW:
+            self._ordered.send(b"\0")
+
+    def _leave(self) -> None:
+        waits = "; ".join(f"{wait.what} from {wait.subject}" for wait in WAITS.snapshot())
+        waited = f" (waiting for: {waits})" if waits else ""
+        _say(f"asyncrl: {self._who} leaves by force: {self.policy.reason}{waited}")
+        os._exit(self.policy.exit_code)
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """Stands in for the default action; the wakeup descriptor has told the watch."""
+
+
+def _say(line: str) -> None:
+    """One line on stderr, unless it is closed or whoever reads it has stopped reading."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, line.encode() + b"\n")
