@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import anyio
@@ -22,9 +24,8 @@ from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import EngineState, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
-from asyncrl.host import EngineHost
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import CheckAction, new_session
+from asyncrl.inference.engine_api import CheckAction, EngineClient, new_session
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.ports import PortAllocator
@@ -33,6 +34,9 @@ from asyncrl.inference.supervision import Supervisor
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums, abbreviate, differing
 from asyncrl.observability.events import EventLog
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +212,10 @@ class InferenceController:
         Engines leave the router until the next publication, unless `untouched` says that no tensor was sent.
         """
         await self._started.updates.abort(lease_id, failed, untouched=untouched)
+
+    def open_engine(self, engine_id: str, url: str) -> AbstractAsyncContextManager[EngineClient]:
+        """A client for one engine of a lease, for whoever carries the weights there."""
+        return EngineClient.open(engine_id, url)
 
     async def check_weights(self, action: CheckAction, skip_list: Sequence[str] = ()) -> Mapping[str, Checksums]:
         """Runs the weight checker on all live engines; returns their checksums for `checksum`, else nothing.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -20,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
-from asyncrl.host import EngineHost, ProcessExit, ProcessSpec
+from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.events import EngineExited, FleetReady
 from asyncrl.inference.exits import describe_exit, indent
@@ -28,6 +29,9 @@ from asyncrl.inference.launch import engine_argv, engine_environment, router_arg
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.router import RouterClient
 from asyncrl.observability.events import EventLog
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
 
 ROUTER = "router"
 ROUTER_GRACE_S = 1.0
@@ -64,7 +68,6 @@ class Supervisor:
         self._router_answers = False
         self._ready: set[str] = set()
         """Engines that have generated."""
-        self._spawned: set[str] = set()
         self._failure: EngineError | None = None
         self._stopping = False
         self._changed = anyio.Event()
@@ -96,8 +99,7 @@ class Supervisor:
         """Ends the router, then the engines; none of it counts as a failure."""
         self._stopping = True
         self._notify()
-        if ROUTER in self._spawned:
-            await self._host.stop(ROUTER, ROUTER_GRACE_S)
+        await self._end(ROUTER, ROUTER_GRACE_S)
         async with anyio.create_task_group() as task_group:
             for engine in self._engines:
                 task_group.start_soon(self._stop_engine, engine)
@@ -132,7 +134,7 @@ class Supervisor:
             log_path=str(engine.log_path),
             cpus=config.engine.cpus,
         )
-        await self._spawn(spec)
+        await self._host.spawn(spec)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._boot_engine, engine)
             exited = await self._host.wait(engine.engine_id)
@@ -176,7 +178,7 @@ class Supervisor:
 
     async def _run_router(self, port: int, prometheus_port: int) -> None:
         argv = router_argv(self._config.router, host=self._config.run.host, port=port, prometheus_port=prometheus_port)
-        await self._spawn(ProcessSpec(name=ROUTER, argv=argv, env={}, log_path=str(self._router_log)))
+        await self._host.spawn(ProcessSpec(name=ROUTER, argv=argv, env={}, log_path=str(self._router_log)))
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._boot_router)
             exited = await self._host.wait(ROUTER)
@@ -194,9 +196,10 @@ class Supervisor:
         self._router_answers = True
         self._notify()
 
-    async def _spawn(self, spec: ProcessSpec) -> None:
-        self._spawned.add(spec.name)
-        await self._host.spawn(spec)
+    async def _end(self, name: str, grace_s: float) -> None:
+        # Refused only where there is nothing to end: never spawned, or the host is gone and the process with it.
+        with contextlib.suppress(EngineError):
+            await self._host.stop(name, grace_s)
 
     async def _unroute(self, engine: ManagedEngine) -> None:
         if not engine.routed:
@@ -207,8 +210,7 @@ class Supervisor:
             await self._router.remove(engine.endpoint.url)
 
     async def _stop_engine(self, engine: ManagedEngine) -> None:
-        if engine.engine_id in self._spawned:
-            await self._host.stop(engine.engine_id, ENGINE_GRACE_S)
+        await self._end(engine.engine_id, ENGINE_GRACE_S)
         if engine.state is not EngineState.STOPPED:
             engine.move(EngineState.STOPPED)
 

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlacement
+from asyncrl.host import EngineHost
+from asyncrl.inference.controller import InferenceController
+from asyncrl.observability.events import EventLog
+from tests.inference.scripted import ScriptedEngine, ScriptedHost, ScriptedRouter
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@dataclass
+class Fleet:
+    """A controller over scripted engines."""
+
+    controller: InferenceController
+    host: ScriptedHost
+    router: ScriptedRouter
+    engines: list[ScriptedEngine]
+    events: EventLog
+    failures: list[BaseException]
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events.recent]
+
+    def states(self) -> list[str]:
+        return [status.state.value for status in self.controller.fleet().engines]
+
+
+async def eventually(satisfied: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    """Waits for something that no event tells."""
+    with anyio.fail_after(timeout_s):
+        while True:
+            if satisfied():
+                return
+            await anyio.sleep(0.01)
+
+
+StartFleet = Callable[..., AbstractAsyncContextManager[Fleet]]
+
+
+def cpu_layout(engines: int) -> ProcessLayout:
+    return ProcessLayout(
+        device="cpu",
+        dtype="float32",
+        trainers=(TrainerPlacement(rank=0, node=0, local_rank=0, gpu=None),),
+        tensor_parallel=1,
+        engines=tuple(
+            EnginePlacement(
+                engine_id=f"engine-{i}",
+                tensor_parallel=1,
+                gpus=(),
+                visible_devices="",
+                colocated=False,
+                transport="broadcast",
+            )
+            for i in range(engines)
+        ),
+        unused_gpus=(),
+    )
+
+
+@pytest.fixture
+def start_fleet(tmp_path: Path) -> StartFleet:
+    """Starts a controller over `engines` scripted engines; what it raises into its task group lands in `failures`."""
+
+    @asynccontextmanager
+    async def start(
+        engines: int = 1, *, prepare: Callable[[Fleet], None] | None = None, **config: dict[str, Any]
+    ) -> AsyncIterator[Fleet]:
+        scripts = [ScriptedEngine() for _ in range(engines)]
+        router = ScriptedRouter()
+        host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
+        events = EventLog(None)
+        controller = InferenceController(
+            Config.model_validate(config),
+            host=cast(EngineHost, host),
+            events=events,
+            layout=cpu_layout(engines),
+            model_path=tmp_path,
+            run_dir=tmp_path,
+        )
+        fleet = Fleet(controller, host, router, scripts, events, [])
+        if prepare is not None:
+            prepare(fleet)
+
+        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+            try:
+                async with anyio.create_task_group() as task_group:
+                    await controller.start(task_group)
+                    task_status.started()
+            except BaseExceptionGroup as group:
+                fleet.failures += group.exceptions
+
+        async with anyio.create_task_group() as outer:
+            await outer.start(run)
+            try:
+                yield fleet
+            finally:
+                await controller.dispose()
+
+    return start

@@ -1,0 +1,179 @@
+"""The controller over scripted engines: starts, deaths, what it tells and what it refuses."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import cast
+
+import anyio
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.host import EngineHost
+from asyncrl.inference.controller import InferenceController
+from asyncrl.observability.events import EventLog
+from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
+from tests.inference.scripted import ScriptedHost, ScriptedRouter, hang, refuse
+from tests.inference.test_updates import publish
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_started_fleet_waits_for_weights_and_is_unknown_to_the_router(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await fleet.controller.wait_ready()
+        assert fleet.states() == ["pending_weights", "pending_weights"]
+        assert fleet.router.workers == []
+        assert fleet.controller.statistics().start_s is not None
+        assert "fleet_ready" in fleet.kinds()
+        with pytest.raises(EngineError, match="no engine can serve rollout 0: engine-0 is pending_weights"):
+            await fleet.controller.prepare_rollout(0)
+
+
+async def test_an_engine_that_dies_at_start_is_reported_with_its_log_tail(start_fleet: StartFleet) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.engines[1].exit_code = 1
+
+    async with start_fleet(2, prepare=prepare) as fleet:
+        with pytest.raises(
+            EngineError, match=r"engine-1 \(pid 1\) exited with code 1 before its first generation"
+        ) as error:
+            await fleet.controller.wait_ready()
+        assert "OSError: broken model" in str(error.value)
+        assert "engine-1.log" in str(error.value)
+    assert [str(f) for f in fleet.failures] == [str(error.value)]
+    exited = next(event for event in fleet.events.recent if event["kind"] == "engine_exited")
+    assert exited["engine"] == "engine-1"
+
+
+async def test_an_engine_that_answers_pings_but_generates_nothing_is_not_ready(start_fleet: StartFleet) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.engines[0].faults["generate"] = hang
+
+    async with start_fleet(1, prepare=prepare, engine={"start_timeout_s": 0.3}) as fleet:
+        with pytest.raises(EngineError, match=r"no first generation from engine-0 after 0\.3 s(.|\n)*last words"):
+            await fleet.controller.wait_ready()
+        assert fleet.states() == ["quarantined"]
+
+
+async def test_an_engine_that_refuses_to_generate_says_why_when_its_time_is_up(start_fleet: StartFleet) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.engines[0].faults["generate"] = refuse(503, "still loading")
+
+    async with start_fleet(1, prepare=prepare, engine={"start_timeout_s": 0.3}) as fleet:
+        with pytest.raises(EngineError, match=r"HTTP 503: .*still loading"):
+            await fleet.controller.wait_ready()
+
+
+async def test_a_dead_engine_leaves_the_router_and_the_others_serve(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await publish(fleet, "0.0")
+        assert len(fleet.router.workers) == 2
+        await fleet.host.kill("engine-0")
+        await eventually(lambda: len(fleet.router.workers) == 1)
+        assert fleet.states() == ["dead", "serving"]
+        await fleet.controller.prepare_rollout(1)
+        await publish(fleet, "0.1")
+    assert fleet.failures == []
+
+
+async def test_the_death_of_the_last_engine_ends_the_job_with_its_log(start_fleet: StartFleet) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0")
+        await fleet.host.kill("engine-0")
+        await eventually(lambda: bool(fleet.failures))
+        with pytest.raises(EngineError, match=r"engine-0 \(pid 1\) was ended by SIGKILL while serving"):
+            await fleet.controller.prepare_rollout(1)
+        with pytest.raises(EngineError, match="last words"):
+            await fleet.controller.begin_weight_update("0.1")
+
+
+async def test_the_death_of_the_router_ends_the_job(start_fleet: StartFleet) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0")
+        await fleet.host.kill("router")
+        await eventually(lambda: bool(fleet.failures))
+        assert "router (pid 1) was ended by SIGKILL while engines need it" in str(fleet.failures[0])
+
+
+async def test_a_taken_router_port_is_named_with_its_field_and_nothing_is_started(tmp_path: Path) -> None:
+    host = ScriptedHost({}, ScriptedRouter())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        controller = InferenceController(
+            Config.model_validate({"router": {"port": port}}),
+            host=cast(EngineHost, host),
+            events=EventLog(None),
+            layout=cpu_layout(1),
+            model_path=tmp_path,
+            run_dir=tmp_path,
+        )
+        async with anyio.create_task_group() as task_group:
+            with pytest.raises(ConfigError, match=rf"router\.port: port {port} is taken"):
+                await controller.start(task_group)
+        with pytest.raises(EngineError, match="was not started"):
+            controller.fleet()
+        await controller.dispose()
+    assert host.specs == {}
+
+
+async def test_disposing_twice_leaves_no_port_and_ends_every_watch(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await publish(fleet, "0.0")
+        urls = [status.endpoint.url for status in fleet.controller.fleet().engines]
+        await fleet.controller.dispose()
+        await fleet.controller.dispose()
+        assert fleet.states() == ["stopped", "stopped"]
+        for url in [*urls, fleet.controller.router_url]:
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections linger in TIME_WAIT
+                sock.bind(("0.0.0.0", int(url.rpartition(":")[2])))
+                sock.listen()
+    assert fleet.failures == []
+
+
+async def test_whoever_waits_for_a_disposed_fleet_is_told(start_fleet: StartFleet) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.engines[0].faults["generate"] = hang
+
+    async with start_fleet(1, prepare=prepare) as fleet:
+        raised: list[EngineError] = []
+
+        async def wait() -> None:
+            try:
+                await fleet.controller.wait_ready()
+            except EngineError as error:
+                raised.append(error)
+
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            await fleet.controller.dispose()
+        assert "disposed" in str(raised[0])
+
+
+async def test_memory_endpoints_are_never_sent_to_a_cpu_engine(start_fleet: StartFleet) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0")
+        for call in (fleet.controller.offload, fleet.controller.onload_weights, fleet.controller.offload_kv):
+            with pytest.raises(EngineError, match="CPU cannot release memory"):
+                await call()
+        assert not {"release_memory_occupation", "resume_memory_occupation"} & set(fleet.engines[0].calls)
+
+
+async def test_weights_compare_with_their_snapshot_by_checksum(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await publish(fleet, "0.0")
+        with pytest.raises(EngineError, match="no snapshot"):
+            await fleet.controller.check_weights("compare")
+        await fleet.controller.check_weights("snapshot")
+        await fleet.controller.check_weights("compare")
+        fleet.engines[1].weights["layer"] = "changed"
+        with pytest.raises(EngineError, match="differ from the snapshot in engine-1: layer"):
+            await fleet.controller.check_weights("compare")
+        checksums = await fleet.controller.check_weights("checksum")
+        assert checksums["engine-0"][0].checksums == fleet.engines[0].weights

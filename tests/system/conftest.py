@@ -1,0 +1,126 @@
+"""One real fleet for the whole session: host, engine, router and controller on a tiny random model.
+
+An engine costs 25 to 60 CPU seconds to start, so all system tests share it. They run in one event loop (the backend
+fixture has session scope, so anyio keeps its runner), one after the other. A test leaves the fleet serving:
+`serving_fleet` sees to it, and looks for what stayed paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config.layout import ProcessLayout, plan_layout
+from asyncrl.config.machine import Machine
+from asyncrl.data.fleet import EngineState, UpdateAck
+from asyncrl.host import EngineHost
+from asyncrl.inference.controller import InferenceController
+from asyncrl.inference.engine_api import EngineClient
+from asyncrl.observability.events import EventLog
+from tests.tiny_model import write_tiny_qwen3
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@dataclass
+class RealFleet:
+    """The shared fleet and what it was made from."""
+
+    config: Config
+    layout: ProcessLayout
+    host: EngineHost
+    controller: InferenceController
+    events: EventLog
+    run_dir: Path
+    models: tuple[Path, Path]
+    """Two checkpoints of the same shape; engines are started on the first."""
+    failures: list[BaseException] = field(default_factory=list)
+    """What the controller raised into its task group."""
+    publications: int = 0
+
+    def next_version(self) -> str:
+        self.publications += 1
+        return f"0.{self.publications - 1}"
+
+    async def publish_from_disk(self, model: Path, version: str | None = None) -> str:
+        """One whole transaction with the simplest transport; returns the version."""
+        version = version or self.next_version()
+        lease = await self.controller.begin_weight_update(version)
+        for engine in lease.engines:
+            async with EngineClient.open(engine.engine_id, engine.url) as client:
+                await client.update_from_disk(str(model))
+        acks = [UpdateAck(engine.engine_id, engine.generation) for engine in lease.engines]
+        await self.controller.commit_weight_update(lease.lease_id, acks)
+        return version
+
+
+def fleet_config(model: Path, run_dir: Path, **engine: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": model},
+            "run": {"dir": run_dir},
+            "engine": {"max_total_tokens": 16384, "max_running_requests": 64, **engine},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return write_tiny_qwen3(base / "first", seed=1), write_tiny_qwen3(base / "second", seed=2)
+
+
+@pytest.fixture(scope="session")
+async def fleet(
+    anyio_backend: object, tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RealFleet]:
+    """Started and ready; it may or may not hold published weights yet."""
+    run_dir = tmp_path_factory.mktemp("run")
+    config = fleet_config(tiny_models[0], run_dir)
+    layout = plan_layout(config, Machine())
+    events = EventLog(run_dir / "events.jsonl")
+
+    async with EngineHost.start(run_dir / "logs") as host:
+        controller = InferenceController(
+            config, host=host, events=events, layout=layout, model_path=tiny_models[0], run_dir=run_dir
+        )
+        shared = RealFleet(config, layout, host, controller, events, run_dir, tiny_models)
+
+        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+            # In a task of its own, so that a failing fleet fails tests by its error and cancels nothing of pytest's.
+            try:
+                async with anyio.create_task_group() as task_group:
+                    await controller.start(task_group)
+                    task_status.started()
+            except BaseExceptionGroup as group:
+                shared.failures.extend(group.exceptions)
+
+        async with anyio.create_task_group() as outer:
+            await outer.start(run)
+            try:
+                await controller.wait_ready()
+                yield shared
+            finally:
+                await controller.dispose()
+    events.close()
+
+
+@pytest.fixture
+async def serving_fleet(fleet: RealFleet) -> AsyncIterator[RealFleet]:
+    """The shared fleet with published weights of the first model; afterwards nothing may be paused or failed."""
+    await fleet.publish_from_disk(fleet.models[0])
+    yield fleet
+    assert fleet.failures == []
+    for status in fleet.controller.fleet().engines:
+        assert status.state is EngineState.SERVING
+        async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
+            await client.generate([5], timeout_s=10)
