@@ -120,6 +120,8 @@ class RunDirectory:
     def close(self) -> None:
         """Gives the lock back; idempotent."""
         if self._lock is not None:
+            # Closing alone would leave it with a child that was forked in this moment and has not yet executed.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.nearest import nearest
+from asyncrl.config.nearest import did_you_mean, nearest
 from asyncrl.config.problems import Problem
 from asyncrl.config.redaction import shown
 from asyncrl.errors import ConfigError
@@ -115,8 +115,8 @@ def server_arg_problems(server_args: Mapping[str, Any]) -> list[Problem]:
         if name in RESERVED:
             problems.append(Problem(key, f"cannot be passed through: {RESERVED[name]}"))
         elif name not in known:
-            suggestion = nearest(given, sorted({*known, *alias_of} - set(RESERVED)))
-            hint = f"; did you mean {PREFIX}.{suggestion}?" if suggestion else ""
+            names = nearest(given, sorted({*known, *alias_of} - set(RESERVED)))
+            hint = did_you_mean(f"{PREFIX}.{near}" for near in names)
             problems.append(Problem(key, f"SGLang has no such server argument{hint}"))
         elif (expected := _refusal(known[name], value)) is not None:
             problems.append(Problem(key, f"{shown(given, value)} is not allowed; the engine expects {expected}"))

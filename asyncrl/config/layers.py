@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.engine_args import PREFIX, engine_arguments
-from asyncrl.config.nearest import nearest
+from asyncrl.config.nearest import did_you_mean, nearest
 from asyncrl.config.problems import Problem
 from asyncrl.config.redaction import REDACTED
 from asyncrl.config.schema import FieldSpec, KeyPath, fields, settable_keys, table_of
@@ -131,12 +131,9 @@ class Layers:
         self.entries[path] = Entry(value, source)
 
     def _suggestion(self, path: KeyPath, *, as_option: bool = False) -> str:
-        """`; did you mean train.lr?`, or nothing where no key is near."""
-        found = nearest_key(path)
-        if found is None:
-            return ""
-        self.meant.add(found)
-        return f"; did you mean {'--' + found.replace('_', '-') if as_option else found}?"
+        found = nearest_keys(path)
+        self.meant.update(found)
+        return did_you_mean(f"--{key.replace('_', '-')}" if as_option else key for key in found)
 
     def forget(self, path: KeyPath) -> None:
         """Drops a key and everything below it, so that its default stands."""
@@ -219,10 +216,10 @@ def _path_of(dotted: str) -> KeyPath:
     return tuple(part.replace("-", "_") for part in dotted.split("."))
 
 
-def nearest_key(path: KeyPath) -> str | None:
-    """The key that an unknown one most likely meant; a server argument put straight into `engine` counts as one."""
+def nearest_keys(path: KeyPath) -> tuple[str, ...]:
+    """The keys that an unknown one most likely meant; a server argument put straight into `engine` counts as one."""
     if path[0] == "engine" and len(path) == 2 and path[1] in engine_arguments():
-        return f"{PREFIX}.{path[1]}"
+        return (f"{PREFIX}.{path[1]}",)
     return nearest(".".join(path), settable_keys())
 
 

@@ -140,7 +140,7 @@ def _rank_problems(config: Config, machine: Machine) -> list[Problem]:
 
 def _trainer_gpus(machine: Machine) -> range:
     """Visible GPUs of this node's trainer ranks: local rank i uses GPU i."""
-    return range(min(machine.local_world_size, len(machine.gpus)))
+    return range(machine.local_world_size if machine.gpus else 0)
 
 
 def _engines_on_cpu(config: Config, problems: list[Problem]) -> tuple[EnginePlacement, ...]:
@@ -165,6 +165,8 @@ def _engines_on_cpu(config: Config, problems: list[Problem]) -> tuple[EnginePlac
 def _engines_on_gpus(config: Config, machine: Machine, problems: list[Problem]) -> tuple[EnginePlacement, ...]:
     size = config.engine.tensor_parallel
     trainers = set(_trainer_gpus(machine))
+    if machine.local_world_size > len(machine.gpus):
+        return ()
     before = len(problems)
     pool = _engine_pool(config, machine, problems)
     if len(problems) > before:

@@ -1,4 +1,4 @@
-"""The valid name that a mistyped one most likely meant."""
+"""The valid names that a mistyped one most likely meant."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 _ENOUGH = 0.6  # similarity in [0, 1] under which a suggestion would mislead
+_EQUALLY = 0.03  # names this close to the best are meant as likely
+_AT_MOST = 3
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The most similar of `known`, or None when nothing is similar.
+def nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The most similar of `known`, best first; none when nothing is similar, several when equally likely.
 
     A dotted name is compared as a whole and by its last part, so that a key put into the wrong section
     (`train.temperature`) or into none (`lr`) finds its home.
     """
-    own = name.rpartition(".")[2]
-    best, best_score = None, _ENOUGH
-    for candidate in known:
-        whole = SequenceMatcher(None, name, candidate).ratio()
-        last = SequenceMatcher(None, own, candidate.rpartition(".")[2]).ratio()
-        # Among equals of the last part, the section decides.
-        score = max(whole, 0.9 * last + 0.1 * whole)
-        if score > best_score:
-            best, best_score = candidate, score
-    return best
+    scores = {candidate: _similarity(name, candidate) for candidate in known}
+    best = max(scores.values(), default=0.0)
+    if best < _ENOUGH:
+        return ()
+    home = max(scores, key=scores.__getitem__).rpartition(".")[2]
+    likely = [c for c, score in scores.items() if score >= best - _EQUALLY and c.rpartition(".")[2] == home]
+    return tuple(sorted(likely, key=lambda candidate: -scores[candidate])[:_AT_MOST])
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing."""
+    listed = " or ".join(names)
+    return f"; did you mean {listed}?" if listed else ""
+
+
+def _similarity(name: str, candidate: str) -> float:
+    whole = SequenceMatcher(None, name, candidate).ratio()
+    last = SequenceMatcher(None, name.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+    # Among equals of the last part, the section decides.
+    return max(whole, 0.9 * last + 0.1 * whole)

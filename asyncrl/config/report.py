@@ -24,10 +24,8 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
     """One line for each process of the job."""
     kind = f"{len(machine.gpus)} GPU(s)" if layout.device == "cuda" else "CPU"
     shape = f"{layout.data_parallel} data x {layout.tensor_parallel} tensor parallel"
-    lines = [
-        f"process layout on {kind}, {layout.dtype}: {len(layout.trainers)} trainer rank(s), {shape}; "
-        f"{len(layout.engines)} engine(s)"
-    ]
+    ranks = f"{len(layout.trainers)} trainer rank(s), {shape}"
+    lines = [f"process layout on {kind}, {layout.dtype}: {ranks}; {len(layout.engines)} engine(s)"]
     for trainer in layout.trainers:
         role = "driver and trainer" if trainer.rank == 0 else "trainer"
         copy, part = divmod(trainer.rank, layout.tensor_parallel)

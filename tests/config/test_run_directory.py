@@ -1,0 +1,187 @@
+"""A run directory is locked while in use, never overwritten unasked, and its failures name the fix."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import RunDirectoryError
+from asyncrl.run_directory import Gang, RunDirectory
+
+HOLD = """
+import sys
+from asyncrl.config import Config
+from asyncrl.run_directory import RunDirectory
+with RunDirectory.open(Config.model_validate({"run": {"dir": sys.argv[1]}})):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Config]:
+    def config(if_exists: str = "error", dir: Path | None = None, **sections: object) -> Config:
+        run = {"dir": dir or tmp_path / "run", "if_exists": if_exists}
+        return Config.model_validate({"run": run, **sections})
+
+    return config
+
+
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_new_directory_gets_the_resolved_configuration_without_secrets(config):
+    with RunDirectory.open(config(data={"args": {"hf_token": "s3cret"}}), {"run.dir": "--run.dir"}) as run:
+        text = run.config.read_text()
+        assert tomllib.loads(text)["data"]["args"] == {"hf_token": "<redacted>"}
+        assert "# --run.dir" in text
+        assert run.logs.is_dir()
+        assert not run.export.exists()
+        assert {run.metrics.parent, run.events.parent, run.summary.parent} == {run.path}
+        assert run.attempt == 0
+
+
+def test_an_empty_directory_is_taken(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    RunDirectory.open(config()).close()
+
+
+def test_a_second_process_is_told_who_holds_the_directory(config, tmp_path):
+    with holder(tmp_path / "run") as process:
+        for policy in ("error", "overwrite"):
+            with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} on "):
+                RunDirectory.open(config(policy))
+        with RunDirectory.open(config("new")) as run:
+            assert run.path == tmp_path / "run-2"
+    assert (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_killed_process_leaves_no_lock(config, tmp_path):
+    with holder(tmp_path / "run") as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        RunDirectory.open(config("overwrite")).close()
+
+
+def test_a_process_that_the_run_started_does_not_keep_the_lock(config):
+    run = RunDirectory.open(config())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        run.close()
+        run.close()
+        RunDirectory.open(config("overwrite")).close()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_finished_run_is_kept_unless_asked(config):
+    with RunDirectory.open(config()) as run:
+        run.summary.write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"already holds a run.*--run.if-exists"):
+        RunDirectory.open(config())
+    assert run.summary.exists()
+
+
+def test_new_takes_the_next_free_name(config, tmp_path):
+    paths = []
+    for _ in range(3):
+        with RunDirectory.open(config("new")) as run:
+            paths.append(run.path)
+    assert paths == [tmp_path / "run", tmp_path / "run-2", tmp_path / "run-3"]
+
+
+def test_overwrite_erases_a_run_and_nothing_outside_it(config, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    with RunDirectory.open(config()) as run:
+        run.summary.write_text("{}")
+        run.export.mkdir()
+        (run.export / "model.safetensors").touch()
+        (run.path / "link").symlink_to(outside)
+    with RunDirectory.open(config("overwrite")) as run:
+        assert {entry.name for entry in run.path.iterdir()} == {".lock", ".asyncrl-run.json", "config.toml", "logs"}
+    assert (outside / "kept").exists()
+
+
+@pytest.mark.parametrize("policy", ["error", "overwrite"])
+def test_a_directory_that_is_no_run_is_never_touched(config, tmp_path, policy):
+    other = tmp_path / "run"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match="holds files that are no run's"):
+        RunDirectory.open(config(policy))
+    assert [entry.name for entry in other.iterdir()] == ["thesis.txt"]
+
+
+def test_new_passes_over_a_directory_that_is_no_run(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").touch()
+    with RunDirectory.open(config("new")) as run:
+        assert run.path == tmp_path / "run-2"
+
+
+@pytest.mark.parametrize("policy", ["error", "new", "overwrite"])
+def test_a_path_that_cannot_be_a_directory_is_one_clear_error(config, tmp_path, policy):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/no/such"), tmp_path / ("x" * 300)):
+        with pytest.raises(RunDirectoryError, match=r"run\.dir: cannot use .*; choose another with --run.dir"):
+            RunDirectory.open(config(policy, dir=path))
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_no_lock(config, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        with pytest.raises(RunDirectoryError, match=r"cannot use .*File too large"):
+            RunDirectory.open(config())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "run").glob("*.partial"))
+    RunDirectory.open(config("overwrite")).close()
+
+
+@pytest.mark.parametrize("policy", ["error", "new", "overwrite"])
+def test_a_restarted_gang_goes_on_in_its_own_directory(config, tmp_path, policy):
+    if policy == "new":
+        RunDirectory.open(config(), gang=Gang("1@1", 0)).close()
+    with RunDirectory.open(config(policy), gang=Gang("7@7", 0)) as first:
+        first.metrics.write_text("{}\n")
+    with RunDirectory.open(config(policy), gang=Gang("7@7", 1)) as second:
+        assert (second.path, second.attempt) == (first.path, 1)
+        assert second.metrics.read_text() == "{}\n"
+
+
+def test_a_gang_that_died_before_its_directory_takes_one_on_restart(config, tmp_path):
+    with RunDirectory.open(config(), gang=Gang("7@7", 2)) as run:
+        assert (run.path, run.attempt) == (tmp_path / "run", 2)
+
+
+def test_processes_outside_torchrun_are_their_own_gang():
+    own = Gang.detect({})
+    assert own.agent.startswith(f"{os.getpid()}@")
+    under = Gang.detect({"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert under.agent.startswith(f"{os.getppid()}@")
+    assert under.restarts == 2

@@ -1,0 +1,111 @@
+"""Combinations that cannot work are refused together, with the arithmetic and the fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.machine import Machine
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "text"),
+    [
+        (["--rollout.temperature", "0"], "rollout.temperature", "log-probs at temperature 0 are undefined"),
+        (["--rollout.top-p", "0.9"], "rollout.top_p", "not renormalised for top-p"),
+        (["--rollout.top-k", "20"], "rollout.top_k", "not renormalised for top-k"),
+        (["--rollout.samples-per-prompt", "1"], "rollout.samples_per_prompt", "every advantage would be 0"),
+        (["--rollout.stop", ""], "rollout.stop", "end every response at once"),
+        (["--rollout.ignore-eos", "--rollout.stop", "x"], "rollout.ignore_eos", "ignores stop strings too"),
+        (["--train.minibatches", "3"], "rollout.prompts_per_step", "8 prompts cannot be split evenly among 3"),
+        (["--train.minibatches", "16"], "rollout.prompts_per_step", "use 16"),
+        (["--train.num-steps", "none", "--data.size", "3"], "data.size", "do not fill one batch of 8"),
+        (["--model.context-length", "1024"], "model.context_length", "over the model's own limit of 512"),
+        (["--rollout.max-new-tokens", "512"], "rollout.max_new_tokens", "no room for a prompt in a context of 512"),
+        (["--model.context-length", "64"], "rollout.max_new_tokens", "in a context of 64 tokens"),
+        (["--eval.max-new-tokens", "600"], "eval.max_new_tokens", "no room for a prompt"),
+        (["--train.max-tokens-per-microbatch", "64"], "train.max_tokens_per_microbatch", "use at least 65"),
+        (
+            ["--train.max-tokens-per-microbatch", "200", "--model.context-length", "300"],
+            "train.max_tokens_per_microbatch",
+            "300 tokens (model.context_length)",
+        ),
+        (["--engine.max-total-tokens", "10"], "engine.max_total_tokens", "do not hold one sequence of 65"),
+        (["--data.size", "0"], "data.size", "'0' is not allowed; expected whole number, at least 1"),
+        (["--data.system-prompt", "hi", "--data.chat-template", "false"], "data.system_prompt", "no effect"),
+        (["--engine.tensor-parallel", "3"], "engine.tensor_parallel", "4 attention heads and 2 key-value heads"),
+        (["--run.host", "0.0.0.0"], "run.host", "no IPv4 loopback address"),
+        (["--run.host", "example.org"], "run.host", "no IPv4 loopback address"),
+        (["--run.stop-grace-s", "30"], "run.stop_grace_s", "torchrun kills its ranks 30 s after"),
+        (["--engine.cpus", "0,99"], "engine.cpus", "may run on cores 0"),
+        (["--engine.cpus", "[]"], "engine.cpus", "may run on cores 0"),
+        (["--eval.data.size", "0"], "eval.data.size", "'0' is not allowed"),
+        (["--eval.data.size", "5"], "eval.data.source", "is not set"),
+        (["--data.source", ""], "data.source", "is not set"),
+        (["--data.source", "gone.jsonl"], "data.source", "gone.jsonl does not exist (looked in "),
+        (["--warmup.steps", "3"], "warmup.source", "is not set"),
+        (["--model.path", "gone"], "model.path", "nothing is downloaded"),
+        (["--model.path", "train.jsonl"], "model.path", "is a file"),
+        (["--model.path", "."], "model.path", "holds no config.json"),
+        (["--run.dir", ".", "--run.if-exists", "overwrite"], "run.if_exists", "would erase"),
+    ],
+)
+def test_an_impossible_setting_is_refused(refused, argv, key, text):
+    assert text in refused(*argv)[key]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--train.loss", "sft", "--rollout.samples-per-prompt", "1"],
+        ["--train.num-steps", "0", "--data.source", ""],
+        ["--warmup.steps", "0", "--warmup.source", "gone.jsonl"],
+        ["--train.minibatches", "4"],
+        ["--model.path", "gone", "--model.builder", "package.module:function"],
+        ["--data.source", "reasoning_gym:chain_sum"],
+        ["--data.source", "package.module:function"],
+        ["--rollout.max-new-tokens", "511"],
+        ["--eval.temperature", "0"],
+        ["--run.host", "localhost"],
+        ["--run.host", "127.0.0.2"],
+        ["--engine.tensor-parallel", "4"],
+        ["--run.if-exists", "overwrite"],
+    ],
+)
+def test_an_unusual_setting_that_works_is_not_refused(load, argv):
+    load(*argv)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "prompts", "works"),
+    [(2, 1, 8, True), (2, 1, 7, False), (3, 1, 8, False), (4, 2, 6, True), (4, 2, 5, False), (2, 2, 5, True)],
+)
+def test_a_batch_must_divide_among_the_copies_of_the_model(load, refused, ranks, tensor_parallel, prompts, works):
+    machine = Machine(world_size=ranks, local_world_size=ranks)
+    argv = ["--rollout.prompts-per-step", str(prompts), "--train.tensor-parallel", str(tensor_parallel)]
+    if works:
+        load(*argv, machine=machine)
+    else:
+        found = refused(*argv, machine=machine)
+        assert list(found) == ["rollout.prompts_per_step"]
+        assert f"{ranks // tensor_parallel} data-parallel copies" in found["rollout.prompts_per_step"]
+
+
+def test_a_model_whose_config_cannot_be_read_leaves_the_context_unchecked(load):
+    Path("model/config.json").write_text("{broken")
+    load("--rollout.max-new-tokens", "5000")
+    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": "many"}))
+    load("--rollout.max-new-tokens", "5000")
+
+
+def test_heads_must_divide_among_trainer_ranks(refused):
+    machine = Machine(world_size=4, local_world_size=4)
+    found = refused("--train.tensor-parallel", "4", machine=machine)
+    assert "4 does not divide the model's 4 attention heads and 2 key-value heads" in found["train.tensor_parallel"]
+
+
+def test_problems_of_layout_and_arithmetic_are_listed_together(refused):
+    found = refused("--engine.gpus", "0", "--rollout.temperature", "0", "--engine.server-args.nope", "1")
+    assert {"engine.gpus", "rollout.temperature", "engine.server_args.nope"} <= set(found)
