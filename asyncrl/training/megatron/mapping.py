@@ -26,6 +26,11 @@ class Kind(Enum):
     GATED = "gate and up projection, each cut by rows, stacked per rank"
     QKV = "query, key and value projections, interleaved by key-value head, cut by key-value heads"
 
+    @property
+    def cut(self) -> int | None:
+        """Dimension along which the ranks' parts of the parameter lie; None where they are the same."""
+        return {Kind.REPLICATED: None, Kind.COLUMNS: 1}.get(self, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

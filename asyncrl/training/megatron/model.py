@@ -17,12 +17,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from asyncrl.training.architecture import Architecture
+from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
 
 
@@ -105,6 +107,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             rope_scaling=architecture.rope_llama3_factor is not None,
             rope_scaling_factor=architecture.rope_llama3_factor or 1.0,
         )
+        for name, parameter in self.named_parameters():
+            # Initialisation, which is skipped, would have told Megatron which gradients to count once per rank in the norm.
+            cut = entry(name).kind.cut
+            if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, cut, 1)
         self._rows: Tensor | None = None
         self.output_layer.register_forward_pre_hook(self._select_rows)
 

@@ -1,0 +1,298 @@
+"""The same steps as transformers with torch's AdamW, on one rank or two; and what happens to a step that is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import DataError, NonFiniteError
+from asyncrl.training.advantages import group_advantages
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.megatron.trainer import MegatronTrainer
+from tests.training.batches import make_batch, split_samples
+from tests.training.megatron.conftest import reference
+from tests.training.ranks import run_ranks
+
+STEPS = 4
+LENGTHS = [(5, 9), (3, 30), (17, 2), (1, 12), (8, 9), (2, 2), (20, 14), (6, 6)]
+GROUPS = [0, 1, 0, 1, 0, 2, 2, 1]  # uneven, not adjacent
+TRAIN = {"lr": 1e-3, "weight_decay": 0.1, "grad_clip": 0.5, "max_tokens_per_microbatch": 64, "lr_warmup_steps": 2}
+
+
+def batch_of(step: int, temperature: float = 0.8) -> RolloutBatch:
+    responses = sum(r for _, r in LENGTHS)
+    mask = torch.rand(responses, generator=torch.Generator().manual_seed(100 + step)) > 0.2
+    return make_batch(LENGTHS, groups=GROUPS, temperature=temperature, rollout_id=step, loss_mask=mask)
+
+
+def trainer_of(layout: RankLayout, path: Path, failure_dir: Path | None = None, **train: Any) -> MegatronTrainer:
+    config = Config.model_validate(
+        {"model": {"path": path}, "train": {**TRAIN, "tensor_parallel": layout.tensor_parallel, **train}}
+    )
+    trainer = MegatronTrainer(config, layout, failure_dir=failure_dir)
+    trainer.init()
+    return trainer
+
+
+def weights_of(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export_tensors()}
+
+
+def train_grpo(layout: RankLayout, path: Path, train: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    trainer = trainer_of(layout, path, **train)
+    return [trainer.train(batch_of(step)) for step in range(STEPS)], weights_of(trainer)
+
+
+def train_sft(layout: RankLayout, path: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    trainer = trainer_of(layout, path)
+    return [trainer.train_sft(batch_of(step), lr=2e-3) for step in range(STEPS)], weights_of(trainer)
+
+
+class Reference:
+    """transformers, torch.optim.AdamW and the formulas written out, one sample at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = reference(path)
+        decayed = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95)
+        )
+
+    def step(self, batch: RolloutBatch, lr: float, temperature: float, grpo: bool) -> dict[str, float]:
+        sizes = batch.response_lengths.tolist()
+        masks, rollout = batch.loss_mask.split(sizes), batch.logprobs.split(sizes)
+        advantages = group_advantages(batch.rewards, batch.group_index, normalize=True)
+        self.optimizer.zero_grad()
+        tokens, entropy, difference, loss = int(batch.loss_mask.sum()), 0.0, 0.0, torch.zeros(())
+        for i, (ids, prompt) in enumerate(split_samples(batch)):
+            scores = (self.model(ids[None]).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1)
+            logprobs = scores.gather(-1, ids[prompt:, None]).squeeze(-1)
+            if grpo:
+                ratio = (logprobs - rollout[i]).exp()
+                terms = -torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.28) * advantages[i])
+            else:
+                terms = -logprobs
+            loss = loss + terms[masks[i]].sum() / tokens
+            entropy -= (scores.exp() * scores).sum(-1)[masks[i]].sum().item() / tokens
+            difference += (logprobs - rollout[i]).abs()[masks[i]].sum().item() / tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return {"train/loss": loss.item(), "train/grad_norm": norm.item(), "train/entropy": entropy, "diff": difference}
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+
+def assert_same_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, tensor in weights.items():
+        assert (tensor - expected[name]).abs().max() < tolerance, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen2-tied", "llama"])
+def test_grpo_steps_equal_transformers_with_adamw(model_directory: Any, kind: str) -> None:
+    path = model_directory(kind)
+    [(metrics, weights)] = run_ranks(train_grpo, path, {})
+    expected = Reference(path)
+    for step, (got, lr) in enumerate(zip(metrics, [0.5e-3, 1e-3, 1e-3, 1e-3], strict=True)):
+        want = expected.step(batch_of(step), lr, temperature=0.8, grpo=True)
+        difference = want.pop("diff")
+        assert got["train/lr"] == lr
+        assert {key: got[key] for key in want} == pytest.approx(want, rel=2e-4, abs=1e-6)
+        assert got["train/logprob_diff_mean"] == pytest.approx(difference, rel=1e-4)
+        assert got["train/trained_tokens"] == int(batch_of(step).loss_mask.sum())
+    # Adam divides by the gradient's own size: where that is rounding noise, so is the update, of up to lr a step
+    assert_same_weights(weights, expected.weights(), 1e-4)
+
+
+def test_sft_steps_equal_transformers_with_adamw_at_temperature_one(model_directory: Any) -> None:
+    path = model_directory("qwen3")
+    [(metrics, weights)] = run_ranks(train_sft, path)
+    expected = Reference(path)
+    for step, got in enumerate(metrics):
+        want = expected.step(batch_of(step), 2e-3, temperature=1.0, grpo=False)
+        del want["diff"]
+        assert {key: got[key] for key in want} == pytest.approx(want, rel=2e-4, abs=1e-6)
+        assert "train/logprob_diff_mean" not in got
+    assert_same_weights(weights, expected.weights(), 2e-4)
+
+
+@pytest.mark.parametrize("train", [{}, {"minibatches": 2}], ids=["one update", "two updates"])
+def test_two_ranks_and_other_cuts_give_the_curve_of_one(model_directory: Any, train: dict[str, Any]) -> None:
+    path = model_directory("qwen3-tied")
+    [(alone, weights)] = run_ranks(train_grpo, path, train)
+    assert alone[0]["train/updates"] == train.get("minibatches", 1)
+    for world in (
+        {"train": {**train, "max_tokens_per_microbatch": 1}},
+        {"train": train, "world_size": 2},
+        {"train": train, "world_size": 2, "tensor_parallel": 2},
+    ):
+        settings = world.pop("train")
+        for metrics, other in run_ranks(train_grpo, path, settings, **world):
+            for one, two in zip(alone, metrics, strict=True):
+                assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+            assert_same_weights(other, weights, 1e-4)
+
+
+def train_with_fewer_samples_than_ranks(layout: RankLayout, path: Path) -> tuple[dict[str, float], Tensor]:
+    trainer = trainer_of(layout, path)
+    batch = make_batch([(3, 5)], groups=[0])
+    return trainer.train_sft(batch, lr=1e-3), trainer.logprobs(batch)
+
+
+def test_a_rank_without_samples_takes_part_and_adds_nothing(model_directory: Any) -> None:
+    path = model_directory("qwen3-tied")
+    [(alone, logprobs)] = run_ranks(train_with_fewer_samples_than_ranks, path)
+    for metrics, others in run_ranks(train_with_fewer_samples_than_ranks, path, world_size=2):
+        assert metrics == pytest.approx(alone, rel=1e-5)
+        assert torch.allclose(others, logprobs, atol=1e-5)
+
+
+def train_on_what_the_trainer_sampled(layout: RankLayout, path: Path) -> list[dict[str, float]]:
+    trainer = trainer_of(layout, path, lr=1e-2, minibatches=3)
+    results = []
+    for step in range(2):
+        batch = batch_of(step)
+        batch = make_batch(LENGTHS, groups=GROUPS, temperature=0.8, rollout_id=step, logprobs=trainer.logprobs(batch))
+        results.append(trainer.train(batch))
+    return results
+
+
+def test_agreement_is_measured_before_the_first_update(model_directory: Any) -> None:
+    [results] = run_ranks(train_on_what_the_trainer_sampled, model_directory("qwen3-tied"))
+    for metrics in results:
+        assert metrics["train/updates"] == 3
+        assert metrics["train/logprob_diff_max"] < 1e-5
+        assert metrics["train/ratio_max"] > 1.01  # while later updates do move the policy away from the one that sampled
+
+
+def poisoned(index: int) -> RolloutBatch:
+    """NaN in the rollout log-probs of one sample."""
+    batch = batch_of(7)
+    start = int(batch.response_lengths[:index].sum())
+    logprobs = batch.logprobs.clone()
+    logprobs[start : start + int(batch.response_lengths[index])] = torch.nan
+    return make_batch(LENGTHS, groups=GROUPS, rollout_id=7, logprobs=logprobs)
+
+
+def train_on_poison(layout: RankLayout, path: Path, failure_dir: Path, policy: str, index: int) -> tuple[Any, bool, float]:
+    trainer = trainer_of(layout, path, failure_dir, on_nonfinite=policy)
+    trainer.train(batch_of(0))
+    before = weights_of(trainer)
+    try:
+        outcome: Any = trainer.train(poisoned(index))
+    except NonFiniteError as error:
+        outcome = str(error)
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in trainer.export_tensors())
+    return outcome, unchanged, trainer.train(batch_of(1))["train/loss"]
+
+
+@pytest.mark.parametrize("layout", [{"world_size": 2}, {"world_size": 2, "tensor_parallel": 2}], ids=["DP", "TP"])
+def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
+    model_directory: Any, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    for outcome, unchanged, later_loss in run_ranks(train_on_poison, model_directory("qwen3"), tmp_path, "stop", 5, **layout):
+        assert "the loss is nan in optimizer step 0 of rollout 7" in outcome
+        assert str(tmp_path / "rollout-000007.safetensors") in outcome
+        assert unchanged
+        assert math.isfinite(later_loss)
+    saved = load_file(tmp_path / "rollout-000007.safetensors")
+    assert torch.equal(saved["tokens"], poisoned(5).tokens)
+    facts = json.loads((tmp_path / "rollout-000007.json").read_text())
+    assert facts["loss"] == "nan"
+    assert facts["batch"]["sample_ids"] == list(poisoned(5).sample_ids)
+
+
+def test_a_nan_step_can_be_skipped_and_counted(model_directory: Any, tmp_path: Path) -> None:
+    [(metrics, unchanged, later_loss)] = run_ranks(train_on_poison, model_directory("qwen3"), tmp_path, "skip", 5)
+    assert unchanged
+    assert (metrics["train/skipped_updates"], metrics["train/updates"]) == (1, 0)
+    assert "train/loss" not in metrics
+    assert math.isfinite(later_loss)
+    assert list(tmp_path.iterdir()) == []
+
+
+def train_with_infinite_gradient(layout: RankLayout, path: Path, failure_dir: Path) -> str:
+    trainer = trainer_of(layout, path, failure_dir)
+    parameter = next(iter(trainer._optimizer.ddp.parameters()))
+    parameter.register_hook(lambda grad: grad * torch.inf if layout.rank == 1 else grad)
+    try:
+        trainer.train(batch_of(0))
+    except NonFiniteError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank(model_directory: Any, tmp_path: Path) -> None:
+    for outcome in run_ranks(train_with_infinite_gradient, model_directory("qwen3"), tmp_path, world_size=2):
+        assert "the gradient norm is" in outcome
+    assert (tmp_path / "rollout-000000.safetensors").exists()
+
+
+def train_with_resets(layout: RankLayout, path: Path, resets: bool) -> dict[str, Tensor]:
+    trainer = trainer_of(layout, path)
+    trainer.train_sft(batch_of(0), lr=1e-3)
+    if resets:
+        trainer.reset_optimizer()
+    before = weights_of(trainer)
+    trainer.train_sft(batch_of(1), lr=1e-3)
+    return {name: tensor - before[name] for name, tensor in weights_of(trainer).items()}
+
+
+def test_a_reset_optimizer_steps_as_if_it_were_new(model_directory: Any) -> None:
+    path = model_directory("qwen3")
+    [fresh] = run_ranks(train_with_resets, path, True)
+    [carried] = run_ranks(train_with_resets, path, False)
+    norms = "model.layers.0.input_layernorm.weight"  # no weight decay: a first Adam step is lr in size
+    assert torch.allclose(fresh[norms].abs(), torch.tensor(1e-3), rtol=0.01)
+    assert not torch.allclose(carried[norms].abs(), torch.tensor(1e-3), rtol=0.01)
+
+
+def train_at_zero_lr(layout: RankLayout, path: Path) -> bool:
+    trainer = trainer_of(layout, path, lr=0.0)
+    before = weights_of(trainer)
+    trainer.train(batch_of(0))
+    return all(torch.equal(before[name], tensor) for name, tensor in trainer.export_tensors())
+
+
+def test_at_learning_rate_zero_no_bit_changes(model_directory: Any) -> None:
+    assert run_ranks(train_at_zero_lr, model_directory("qwen3-tied")) == [True]
+
+
+def train_on_nothing(layout: RankLayout, path: Path) -> list[dict[str, float]]:
+    trainer = trainer_of(layout, path)
+    masked = make_batch([(3, 5), (2, 2)], loss_mask=torch.zeros(7, dtype=torch.bool))
+    return [trainer.train(make_batch([(3, 0), (2, 0)])), trainer.train(masked)]
+
+
+def test_a_batch_without_a_trained_token_changes_nothing_and_says_so(model_directory: Any) -> None:
+    for result in run_ranks(train_on_nothing, model_directory("qwen3"), world_size=2):
+        for metrics in result:
+            assert (metrics["train/updates"], metrics["train/trained_tokens"]) == (0, 0)
+            assert "train/loss" not in metrics
+
+
+def train_on_foreign_tokens(layout: RankLayout, path: Path) -> str:
+    trainer = trainer_of(layout, path)
+    try:
+        trainer.train(make_batch([(3, 200)], vocab_size=102))
+    except DataError as error:
+        return str(error)
+    return "trained"
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(model_directory: Any) -> None:
+    for outcome in run_ranks(train_on_foreign_tokens, model_directory("qwen3"), world_size=2, tensor_parallel=2):
+        assert "token id 101 is outside the model's vocabulary of 101" in outcome

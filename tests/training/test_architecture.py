@@ -1,0 +1,72 @@
+"""What cannot be trained is refused before anything starts, by the name of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError, ModelError
+from asyncrl.training.architecture import check_tensor_parallel, read_architecture
+
+QWEN3 = {"model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "head_dim": 32}
+LLAMA = {"model_type": "llama", "num_attention_heads": 6, "hidden_size": 96}
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "gpt2"}, ['"gpt2"', "llama, qwen2, qwen3"]),
+        ({}, ["model_type"]),
+        ({**QWEN3, "hidden_act": "gelu"}, ['hidden_act = "gelu"', "supported: silu"]),
+        ({**QWEN3, "attention_bias": True}, ["attention_bias"]),
+        ({**LLAMA, "attention_bias": True, "mlp_bias": True}, ["attention_bias", "mlp_bias"]),
+        ({**QWEN3, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2}, ["sliding-window"]),
+        ({**QWEN3, "quantization_config": {"quant_method": "awq"}}, ["quantization_config"]),
+        ({**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ['rope scaling "yarn"']),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ['rope scaling "linear"']),
+    ],
+)
+def test_a_feature_that_is_not_trained_is_refused_by_name(tmp_path: Path, config: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ModelError) as failure:
+        read_architecture(write(tmp_path, config))
+    assert all(part in str(failure.value) for part in [*named, str(tmp_path)])
+
+
+def test_a_missing_or_broken_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        read_architecture(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        read_architecture(tmp_path)
+
+
+def test_both_spellings_of_the_rotary_base_are_read(tmp_path: Path) -> None:
+    old = read_architecture(write(tmp_path, {**QWEN3, "rope_theta": 5000.0}))
+    new = read_architecture(write(tmp_path, {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}))
+    assert old == new
+    assert old.rope_theta == 5000.0
+    assert (old.head_dim, old.num_kv_heads, old.qk_norm, old.qkv_bias) == (32, 2, True, False)
+
+
+def test_what_a_llama_config_leaves_out_has_the_models_own_default(tmp_path: Path) -> None:
+    llama = read_architecture(write(tmp_path, LLAMA))
+    assert (llama.num_kv_heads, llama.head_dim, llama.tied_embeddings) == (6, 16, False)
+
+
+def test_a_model_that_cannot_be_cut_names_what_is_in_the_way(tmp_path: Path) -> None:
+    qwen = read_architecture(write(tmp_path, QWEN3))
+    check_tensor_parallel(qwen, 2)
+    with pytest.raises(ConfigError, match="does not divide the model's 6 attention heads"):
+        check_tensor_parallel(qwen, 4)
+    with pytest.raises(ConfigError, match="does not divide the model's 2 key-value heads"):
+        check_tensor_parallel(qwen, 3)
