@@ -179,6 +179,13 @@ class RolloutExecutor:
         )
         return RolloutBatch.from_groups(rollout_id, groups, self._sampling.temperature)
 
+    @property
+    def last_rollout(self) -> RolloutMetrics:
+        """Figures of the batch that `get` returned last. RolloutError before the first."""
+        if self._last_rollout is None:
+            raise RolloutError("no batch was delivered yet; await get() first")
+        return self._last_rollout
+
     async def commit(self, rollout_id: int) -> None:
         """The trainer has trained the batch. RolloutError when it was never delivered, or was committed before."""
         self._events.emit(self._ledger.commit(rollout_id))

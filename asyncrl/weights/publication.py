@@ -66,6 +66,17 @@ class PublicationReport:
     failed: Mapping[str, str]
     """Engines that were lost on the way, with the reason."""
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers for metrics.jsonl."""
+        return {
+            "weights/publish_s": self.seconds,
+            "weights/pause_s": self.pause_s,
+            "weights/transfer_s": self.transfer_s,
+            "weights/bytes": self.bytes,
+            "weights/transfers": self.attempts,
+            "weights/engines": len(self.engines),
+        }
+
 
 def engines_to_retry(engines: Sequence[EngineEndpoint], result: TransferResult) -> tuple[EngineEndpoint, ...]:
     """Who takes part in the next transfer: all that can still be brought to the version.

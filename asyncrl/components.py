@@ -1,0 +1,121 @@
+"""Builds the parts of a job: the only place that knows everybody.
+
+A user's own loop imports from here (and `asyncrl.driver.run_job`), and from nowhere else.
+
+Invariants
+- Engines and router boot while data is read and the trainer initialises; nothing waits for them until
+  `controller.wait_ready`.
+- What was built is disposed of in reverse order when the job ends, also when a later part failed to build; the
+  first error is the one that is raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio.to_thread
+
+from asyncrl.config import Config
+from asyncrl.driver import run_job
+from asyncrl.errors import ConfigError
+from asyncrl.inference.controller import InferenceController
+from asyncrl.inference.engine_api import EngineClient
+from asyncrl.job import Job
+from asyncrl.phases import evaluate, export, warm_up
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.executor import RolloutExecutor
+    from asyncrl.training.commands import Trainer
+    from asyncrl.training.layout import RankLayout
+    from asyncrl.training.train_group import TrainGroup
+
+
+class RolloutComponents(NamedTuple):
+    """The inference half of a job."""
+
+    inference_controller: InferenceController
+    rollout_executor: RolloutExecutor
+    num_rollout_per_epoch: int | None
+    """Set only when the run is given in epochs (`train.num_steps` is none)."""
+
+
+async def create_rollout_components(job: Job) -> RolloutComponents:
+    """Starts engines and router, and the executor in front of them; returns while the engines still boot.
+
+    Raises ConfigError, ModelError, DataError or RewardError for what the user can mend.
+    """
+    controller = InferenceController(
+        job.config,
+        host=job.host,
+        events=job.events,
+        layout=job.layout,
+        model_path=job.config.model.path,
+        run_dir=job.run.path,
+    )
+    job.disposal.push_async_callback(controller.dispose)
+    await controller.start(job.task_group)
+
+    # torch and transformers take seconds to import; by now the engines are importing theirs.
+    executor = await anyio.to_thread.run_sync(_build_executor, job, controller.router_url)
+    job.disposal.push_async_callback(executor.dispose)
+    await executor.start(job.task_group)
+    per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
+    return RolloutComponents(controller, executor, per_epoch)
+
+
+def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
+    from asyncrl.data.tokenizer import PolicyTokenizer
+    from asyncrl.rollout.executor import RolloutExecutor
+
+    return RolloutExecutor(
+        job.config,
+        router_url=router_url,
+        host=job.host,
+        events=job.events,
+        tokenizer=PolicyTokenizer.load(job.config.model.path),
+        log_dir=job.run.logs,
+    )
+
+
+async def create_train_group(job: Job, components: RolloutComponents) -> TrainGroup:
+    """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`."""
+    from asyncrl.training.train_group import TrainGroup
+    from asyncrl.weights.transports import make_transport
+
+    controller = components.inference_controller
+    transports = {engine.transport for engine in job.layout.engines}
+    if len(transports) > 1:
+        raise ConfigError(
+            f"weights.transport: some engines share the trainer's GPU and some do not ({', '.join(sorted(transports))}); "
+            "one publication uses one transport, so set engine.gpus such that all do or none does, or weights.transport disk"
+        )
+    trainer = TrainGroup(
+        job.config,
+        task_group=job.task_group,
+        make_trainer=make_trainer,
+        events=job.events,
+        fleet=controller,
+        transport=make_transport(job.config, transports.pop(), open_engine=EngineClient.open),
+    )
+    job.disposal.push_async_callback(trainer.dispose)
+    return trainer
+
+
+def make_trainer(config: Config, layout: RankLayout) -> Trainer:
+    """The trainer of one rank; called in the thread that will train."""
+    from asyncrl.training.megatron.trainer import MegatronTrainer
+
+    return MegatronTrainer(config, layout)
+
+
+__all__ = [
+    "Job",
+    "RolloutComponents",
+    "create_rollout_components",
+    "create_train_group",
+    "evaluate",
+    "export",
+    "make_trainer",
+    "run_job",
+    "warm_up",
+]

@@ -1,0 +1,180 @@
+"""From the command line to the exit code: what every entrypoint has around its loop.
+
+Invariants
+- An expected failure is one message on stderr and a non-zero exit code; a defect keeps its traceback.
+- Whatever happens, what was built is disposed of, and the run directory says how the job ended.
+- On ranks other than 0 nothing but the trainer runs, and only rank 0 speaks of a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+
+import anyio
+
+from asyncrl.config import Config
+from asyncrl.config.loading import LoadedConfig, load_config
+from asyncrl.data.dotted_path import resolve_dotted_path
+from asyncrl.errors import AsyncRLError, ModelError
+from asyncrl.exit_protocol import RankZeroExit, prepare_rank
+from asyncrl.host import EngineHost
+from asyncrl.job import Job
+from asyncrl.observability.display import make_display
+from asyncrl.observability.events import EventLog, JobEnded, JobStarted
+from asyncrl.observability.logging import logging_to
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
+from asyncrl.recorder import Recorder, conclude
+from asyncrl.run_directory import RunDirectory
+
+Loop = Callable[[Job], Awaitable[None]]
+
+FINISHED = "finished"
+
+
+def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
+    """Runs `loop` as the driver on rank 0 and serves it on the other ranks; returns the exit code of the process.
+
+    `argv` is the command line without the program's name (`@ recipe.toml --section.key value`); None takes sys.argv.
+    """
+    rank_exit = prepare_rank()
+    try:
+        loaded = load_config(sys.argv[1:] if argv is None else argv)
+        code = _drive(loop, loaded) if loaded.machine.rank == 0 else _serve(loaded)
+    except AsyncRLError as error:
+        code = error.exit_code
+        if rank_exit is None:
+            _tell(error)
+    if rank_exit is not None:
+        rank_exit.expect_exit(code)
+    return code
+
+
+def _drive(loop: Loop, loaded: LoadedConfig) -> int:
+    """Rank 0: everything around the event loop."""
+    _build_model(loaded.config)
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDirectory.open(loaded.config, loaded.sources))
+        config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update={"dir": run.path})})
+        stack.enter_context(logging_to(run.path))
+        stack.enter_context(dump_on_signal(sys.stderr))
+        events = EventLog(run.events, run.attempt)
+        stack.callback(events.close)
+        metrics = MetricsLog(run.metrics, run.attempt)
+        stack.callback(metrics.close)
+        display = make_display(config.run.display)
+        stack.callback(display.stop)
+        recorder = Recorder(display=display, metrics=metrics, events=events)
+        events.emit(JobStarted(pid=os.getpid(), ranks=loaded.machine.world_size, total_steps=config.train.num_steps))
+        outcome = Outcome()
+        with outcome.recorded(events), _first_expected_error():
+            anyio.run(_run, loop, loaded, config, run, events, recorder, outcome, backend_options={"use_uvloop": True})
+        display.stop()
+        if recorder.steps or outcome.reason == FINISHED:
+            conclude(recorder, outcome.reason, run_dir=run.path, model=config.model.path)
+        return outcome.exit_code
+
+
+class Outcome:
+    """How the job ended."""
+
+    def __init__(self) -> None:
+        self.reason = FINISHED
+        self.exit_code = 0
+
+    @contextmanager
+    def recorded(self, events: EventLog) -> Iterator[None]:
+        """Writes the end of the job into its event log, an error of the body included."""
+        try:
+            yield
+        except BaseException as error:
+            self.reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+            self.exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
+            raise
+        finally:
+            events.emit(JobEnded(reason=self.reason, exit_code=self.exit_code))
+
+
+async def _run(
+    loop: Loop,
+    loaded: LoadedConfig,
+    config: Config,
+    run: RunDirectory,
+    events: EventLog,
+    recorder: Recorder,
+    outcome: Outcome,
+) -> None:
+    """Rank 0: everything inside the event loop."""
+    with RankZeroExit(config.run.stop_grace_s) as rank_exit:
+        async with EngineHost.start(run.logs, events) as host, anyio.create_task_group() as tasks:
+            tasks.start_soon(rank_exit.stop_on_signals, tasks.cancel_scope, name="stop on signals")
+            tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
+            tasks.start_soon(watch_stalls, name="stall watch")
+            async with AsyncExitStack() as disposal:
+                job = Job(
+                    config=config,
+                    layout=loaded.layout,
+                    run=run,
+                    events=events,
+                    record=recorder,
+                    host=host,
+                    stop=rank_exit.stop,
+                    task_group=tasks,
+                    disposal=disposal,
+                )
+                await loop(job)
+                if rank_exit.stop.requested:
+                    outcome.reason = "stopped on request after a finished step"
+            tasks.cancel_scope.cancel()
+        if rank_exit.stopped_by is not None:
+            outcome.reason = f"stopped by {rank_exit.stopped_by.name}"
+            outcome.exit_code = rank_exit.exit_code or 1
+        rank_exit.expect_exit(outcome.exit_code)
+
+
+def _serve(loaded: LoadedConfig) -> int:
+    """Ranks >= 1: execute what rank 0 commands."""
+    from asyncrl.components import make_trainer
+    from asyncrl.training.rank import serve_rank
+
+    with logging_to(None, rank=loaded.machine.rank):
+        serve_rank(loaded.config, make_trainer)
+    return 0
+
+
+def _build_model(config: Config) -> None:
+    """Creates the model where it does not exist and the configuration names a builder."""
+    if config.model.builder is None or (config.model.path / "config.json").exists():
+        return
+    build = resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
+    build(config.model.path)
+
+
+@contextmanager
+def _first_expected_error() -> Iterator[None]:
+    """Task groups wrap what their tasks raise: the first AsyncRLError of a group is the error that counts."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        expected, _ = group.split(AsyncRLError)
+        while isinstance(expected, BaseExceptionGroup):
+            expected = expected.exceptions[0]
+        if expected is None:
+            raise
+        raise expected from group
+
+
+def _tell(error: AsyncRLError) -> None:
+    """One message for the person; under torchrun also for the agent, whose own report then repeats it."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        Path(error_file).write_text(
+            json.dumps({"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}})
+        )

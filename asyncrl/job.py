@@ -1,0 +1,36 @@
+"""What the parts of one running job share: its configuration, its directory, its account, its processes."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from anyio.abc import TaskGroup
+
+from asyncrl.config import Config
+from asyncrl.config.layout import ProcessLayout
+from asyncrl.exit_protocol import StopRequest
+from asyncrl.host import EngineHost
+from asyncrl.observability.events import EventLog
+from asyncrl.recorder import Recorder
+from asyncrl.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One attempt of a run, as its loop sees it on rank 0."""
+
+    config: Config
+    """`run.dir` is the directory that was really taken."""
+    layout: ProcessLayout
+    run: RunDirectory
+    events: EventLog
+    record: Recorder
+    host: EngineHost
+    """Owns every process of the job on this node."""
+    stop: StopRequest
+    """Set when the job was asked to leave after the step in progress."""
+    task_group: TaskGroup
+    """Where supervisors live; a failure there cancels the loop."""
+    disposal: AsyncExitStack
+    """What was built is given back in reverse order, whatever happened."""

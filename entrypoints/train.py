@@ -1,0 +1,79 @@
+"""Trains a policy with GRPO, one step after the other: generate, score, train, publish.
+
+    torchrun --nproc-per-node 1 entrypoints/train.py @ entrypoints/recipes/demo.toml --train.lr 1e-3
+
+This is the whole loop. Everything it calls is public in `asyncrl.components`; copy this file to write your own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from asyncrl.components import (
+    Job,
+    create_rollout_components,
+    create_train_group,
+    evaluate,
+    export,
+    run_job,
+    warm_up,
+)
+
+
+async def train(job: Job) -> None:
+    config, record = job.config, job.record
+
+    # Engines and router boot in the background while the trainer builds its model and warms it up.
+    with record.phase("startup"):
+        components = await create_rollout_components(job)
+        controller, executor, num_rollout_per_epoch = components
+        trainer = await create_train_group(job, components)
+        first = await trainer.init()
+        await warm_up(job, trainer)
+        await controller.wait_ready()
+        await trainer.update_weights()  # no engine serves before it holds the trainer's own weights
+
+    if config.train.num_steps is not None:
+        num_steps = config.train.num_steps
+    else:
+        num_steps = config.train.num_epochs * (num_rollout_per_epoch or 0)
+    record.start(num_steps, first)
+
+    for rollout_id in range(first, num_steps):
+        if job.stop.requested:
+            break
+        if (config.eval.at_start and rollout_id == first) or (
+            config.eval.every and rollout_id % config.eval.every == 0
+        ):
+            await evaluate(job, controller, executor, rollout_id)
+
+        with record.phase("generate"):
+            await controller.prepare_rollout(rollout_id)
+            batch = await executor.get(rollout_id)
+
+        with record.phase("train"):
+            if job.layout.colocated:
+                await controller.offload()
+                await trainer.onload()
+            metrics = await trainer.train(rollout_id, batch)
+            await executor.commit(rollout_id)
+
+        with record.phase("publish"):
+            if job.layout.colocated:
+                await trainer.offload()
+                await controller.onload_weights()
+            publication = await trainer.update_weights(rollout_id)
+            if job.layout.colocated:
+                await controller.onload_kv()
+            executor.set_weight_version(publication.version)
+
+        record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
+
+    if config.eval.at_end:
+        await evaluate(job, controller, executor, record.steps)
+    if config.run.export:
+        await export(job, trainer, record.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(train))
