@@ -86,8 +86,8 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
     transports = {engine.transport for engine in job.layout.engines}
     if len(transports) > 1:
         raise ConfigError(
-            f"weights.transport: some engines share the trainer's GPU and some do not ({', '.join(sorted(transports))}); "
-            "one publication uses one transport, so set engine.gpus such that all do or none does, or weights.transport disk"
+            "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
+            f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
         )
     trainer = TrainGroup(
         job.config,

@@ -162,12 +162,12 @@ def _first_expected_error() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        expected, _ = group.split(AsyncRLError)
-        while isinstance(expected, BaseExceptionGroup):
-            expected = expected.exceptions[0]
-        if expected is None:
+        error: BaseException | None = group.subgroup(AsyncRLError)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is None:
             raise
-        raise expected from group
+        raise error from group
 
 
 def _tell(error: AsyncRLError) -> None:

@@ -69,7 +69,7 @@ async def train(job: Job) -> None:
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
 
-    if config.eval.at_end:
+    if config.eval.data is not None and config.eval.at_end:
         await evaluate(job, controller, executor, record.steps)
     if config.run.export:
         await export(job, trainer, record.steps)

@@ -63,3 +63,9 @@ class EvalConfig(Section):
 
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest evaluation; past it the point is skipped with a reason."""
+
+    def due(self, step: int, first_step: int) -> bool:
+        """Whether to evaluate after `step` trained steps, before the next one; this attempt began at `first_step`."""
+        if self.data is None:
+            return False
+        return self.at_start if step == first_step else self.every is not None and step % self.every == 0
