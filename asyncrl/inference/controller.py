@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -84,6 +86,8 @@ class InferenceController:
         self._model_path = model_path
         self._logs = run_dir / "logs"
         self._ports = PortAllocator()
+        # Short, since sockets go there whose paths may have 107 characters; a run directory may be deep.
+        self._scratch = tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True)
         self._memory = Memory(layout.device)
         self._references: dict[str, Checksums] = {}
         self._engines: tuple[ManagedEngine, ...] = ()
@@ -123,6 +127,7 @@ class InferenceController:
             events=self._events,
             model_path=self._model_path,
             router_log=self._logs / "router.log",
+            scratch=Path(self._scratch.name),
         )
         updates = WeightUpdates(
             self._engines,
@@ -151,6 +156,7 @@ class InferenceController:
             if self._session is not None:
                 await self._session.close()
             self._ports.close()
+            await anyio.to_thread.run_sync(self._scratch.cleanup)
 
     # what the loop asks
 

@@ -64,8 +64,14 @@ def engine_argv(
     return (sys.executable, "-m", "sglang.launch_server", *_to_flags(arguments))
 
 
-def engine_environment(placement: EnginePlacement, *, device: Device, cores: tuple[int, ...]) -> dict[str, str]:
-    """What an engine's environment has on top of the host's; `cores` are those that it may use."""
+def engine_environment(
+    placement: EnginePlacement, *, device: Device, cores: tuple[int, ...], scratch: Path
+) -> dict[str, str]:
+    """What an engine's environment has on top of the host's.
+
+    `cores` are those that it may use. On CPU `scratch` takes its sockets and temporary files, so that they go with the
+    job; on GPU the temporary directory also holds compile caches, which are worth keeping.
+    """
     environment = {
         "CUDA_VISIBLE_DEVICES": placement.visible_devices,
         # With torchrun's value the engine's own rendezvous waits for a store that nobody serves.
@@ -77,6 +83,7 @@ def engine_environment(placement: EnginePlacement, *, device: Device, cores: tup
     if device == "cpu":
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
+            "TMPDIR": str(scratch),
             # More threads per engine cost throughput on small models, and two engines then collapse (17 x).
             "OMP_NUM_THREADS": "1",
             # A crash must end the process at once: there is no GPU to dump, and nobody to look at stacks.
@@ -125,7 +132,7 @@ def router_argv(config: RouterConfig, *, host: str, port: int, prometheus_port: 
         "shutdown_grace_period_secs": 1,
         "log_level": "warn",
     }
-    return (sys.executable, "-m", "sglang_router.launch_router", *_to_flags(arguments))
+    return (sys.executable, "-m", "asyncrl.inference.router_main", *_to_flags(arguments))
 
 
 def _to_flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -68,7 +68,10 @@ async def _each(
     step: Callable[[ManagedEngine], Awaitable[None]],
     states: Sequence[EngineState],
 ) -> None:
+    async def one(engine: ManagedEngine) -> None:
+        await step(engine)
+
     async with anyio.create_task_group() as task_group:
         for engine in engines:
             if engine.placement.colocated and engine.state in states:
-                task_group.start_soon(step, engine)
+                task_group.start_soon(one, engine)

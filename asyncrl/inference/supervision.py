@@ -54,6 +54,7 @@ class Supervisor:
         events: EventLog,
         model_path: Path,
         router_log: Path,
+        scratch: Path,
     ) -> None:
         self.start_s: float | None = None
         """From `start` to the last engine's first generation; None before."""
@@ -65,6 +66,7 @@ class Supervisor:
         self._events = events
         self._model_path = model_path
         self._router_log = router_log
+        self._scratch = scratch
         self._router_answers = False
         self._ready: set[str] = set()
         """Engines that have generated."""
@@ -130,7 +132,7 @@ class Supervisor:
         spec = ProcessSpec(
             name=engine.engine_id,
             argv=argv,
-            env=engine_environment(engine.placement, device=self._layout.device, cores=cores),
+            env=engine_environment(engine.placement, device=self._layout.device, cores=cores, scratch=self._scratch),
             log_path=str(engine.log_path),
             cpus=config.engine.cpus,
         )

@@ -8,7 +8,9 @@ from asyncrl.config.inference import EngineConfig, RouterConfig
 from asyncrl.config.layout import Device, EnginePlacement
 from asyncrl.inference.launch import bind_threads, engine_argv, engine_environment, router_argv
 from asyncrl.inference.ports import EnginePorts
+from asyncrl.inference.router_main import parse
 
+SCRATCH = Path("/tmp/asyncrl-x")
 PORTS = EnginePorts.from_base(21000)
 
 
@@ -90,7 +92,8 @@ def test_server_args_are_passed_through_and_win(given: dict, expected: dict) -> 
 
 
 def test_torchrun_does_not_reach_into_the_engine() -> None:
-    environment = engine_environment(placement(), device="cpu", cores=(0,))
+    environment = engine_environment(placement(), device="cpu", cores=(0,), scratch=SCRATCH)
+    assert environment["TMPDIR"] == str(SCRATCH)
     assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["SGLANG_PLATFORM"] == "asyncrl_cpu"
@@ -98,7 +101,7 @@ def test_torchrun_does_not_reach_into_the_engine() -> None:
 
 
 def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
-    environment = engine_environment(placement(2, (2, 3)), device="cuda", cores=(0,))
+    environment = engine_environment(placement(2, (2, 3)), device="cuda", cores=(0,), scratch=SCRATCH)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SGLANG_PLATFORM" not in environment
 
@@ -109,7 +112,10 @@ def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
 )
 def test_each_tensor_parallel_rank_gets_cores(cores: tuple[int, ...], ranks: int, expected: str) -> None:
     assert bind_threads(cores, ranks) == expected
-    assert engine_environment(placement(ranks), device="cpu", cores=cores)["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+    assert (
+        engine_environment(placement(ranks), device="cpu", cores=cores, scratch=SCRATCH)["SGLANG_CPU_OMP_THREADS_BIND"]
+        == expected
+    )
 
 
 def test_the_router_judges_engines_by_the_endpoint_that_answers_while_paused() -> None:
@@ -121,9 +127,9 @@ def test_the_router_judges_engines_by_the_endpoint_that_answers_while_paused() -
 
 
 def test_the_installed_router_knows_every_flag() -> None:
-    from sglang_router.launch_router import parse_router_args
-
-    argv = router_argv(RouterConfig(), host="127.0.0.1", port=1, prometheus_port=2)
-    parsed = parse_router_args(list(argv[3:]))
+    argv = router_argv(RouterConfig(policy="manual"), host="127.0.0.1", port=1, prometheus_port=2)
+    parsed = parse(argv[3:])
+    assert (parsed.port, parsed.prometheus_port, parsed.policy) == (1, 2, "manual")
+    assert parsed.disable_retries
     assert parsed.health_check_endpoint == "/ping"
     assert parsed.disable_circuit_breaker

@@ -186,6 +186,7 @@ async def test_over_long_prompts_are_their_own_errors_and_open_no_circuit(servin
         await generate_through_router(serving_fleet, session, 2)
 
 
+@pytest.mark.long
 async def test_a_router_whose_only_engine_stood_still_serves_again_by_itself(serving_fleet: RealFleet) -> None:
     """Longer than three health checks: the router counts the engine out, and in again when it moves."""
     controller = serving_fleet.controller
@@ -194,12 +195,12 @@ async def test_a_router_whose_only_engine_stood_still_serves_again_by_itself(ser
         router = RouterClient(controller.router_url, session)
         try:
             with anyio.fail_after(60):
-                while any([worker.is_healthy for worker in await router.workers()]):  # noqa: ASYNC110
+                while any(worker.is_healthy for worker in await router.workers()):  # noqa: ASYNC110
                     await anyio.sleep(0.2)
         finally:
             await serving_fleet.host.signal("engine-0", signal.SIGCONT)
         with anyio.fail_after(20):
-            while not all([worker.is_healthy for worker in await router.workers()]):  # noqa: ASYNC110
+            while not all(worker.is_healthy for worker in await router.workers()):  # noqa: ASYNC110
                 await anyio.sleep(0.2)
         await generate_through_router(serving_fleet, session, 2)
 
