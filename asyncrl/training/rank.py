@@ -25,6 +25,10 @@ _LINK_KEY = "asyncrl/rank-link"
 REPORT_GRACE_S = 30.0
 """How long a failed rank stays, so that rank 0 speaks of the failure before torchrun ends everything."""
 
+COLLECTIVE_MARGIN_S = 60.0
+"""Collectives outlast a command's deadline by this, so that the driver names the rank that hangs before the others'
+collectives fail."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -82,7 +86,7 @@ def announce_link(store: Store, address: LinkAddress) -> None:
 def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: float) -> CommandChannel:
     """Builds the default group (NCCL and gloo on GPUs, gloo without) and the control group, on every rank alike.
 
-    In the thread that will train: it also binds the CUDA device.
+    In the thread that will train: it also binds the CUDA device. `timeout_s` is the deadline of a command.
     """
     backend = "gloo"
     if torch.cuda.is_available():
@@ -95,7 +99,7 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
         store=PrefixStore("asyncrl/default", store),
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S),
     )
     return CommandChannel(environment.world_size)
 

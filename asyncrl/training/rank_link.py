@@ -32,7 +32,7 @@ from asyncrl.training.trainer_thread import thread_stack
 
 BEAT_S = 2.0
 SILENCE_S = 60.0
-ORPHAN_GRACE_S = 5.0
+ORPHAN_GRACE_S = 2.0
 _MAX_LINE_BYTES = 1 << 20
 _FRAMES = 8
 

@@ -101,6 +101,7 @@ class TrainGroup:
         self._step = 0
         self._specs: tuple[TensorSpec, ...] = ()
         self._failure: AsyncRLError | None = None
+        self._thread_failure: BaseException | None = None
         self._disposed = False
 
     # the loop's calls
@@ -247,8 +248,14 @@ class TrainGroup:
         seq = self._seq
 
         def execute() -> Result:
-            channel.send(seq, command, batch)
-            return self._state.execute(command, batch, sink)
+            if self._thread_failure is not None:  # of a command that was abandoned while it ran
+                raise self._thread_failure
+            try:
+                channel.send(seq, command, batch)
+                return self._state.execute(command, batch, sink)
+            except BaseException as error:
+                self._thread_failure = error
+                raise
 
         job = self._thread.submit(execute, what=what, on_done=self._job_done)
         return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
@@ -263,8 +270,9 @@ class TrainGroup:
                         break
                     await self._changed.wait()
         except TimeoutError as error:
+            hung = await self._fail_hung(job, seq, what, timeout_s)
             job.abandon()
-            raise await self._fail_hung(job, seq, what, timeout_s) from error
+            raise hung from error
         except BaseException:
             job.abandon()
             raise

@@ -1,0 +1,244 @@
+"""Worlds of real trainer ranks for tests: rank 0 runs a scenario over a TrainGroup, the others serve it.
+
+Ranks are forked from the test process, where torch is imported already, so a world of two costs a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.sample import VersionSpan
+from asyncrl.observability.events import EventLog
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.rank import serve_rank
+from asyncrl.training.train_group import TrainGroup
+from asyncrl.weights.buckets import TensorSpec
+
+Fault = Callable[[], None]
+Faults = Mapping[tuple[int, str], Fault]
+"""(rank, method) → what that rank does in the middle of that method, between two collectives."""
+Scenario = Callable[[TrainGroup, EventLog], Awaitable[Any]]
+
+SPECS = (
+    TensorSpec("first", "float32", (3,)),
+    TensorSpec("second", "bfloat16", (2, 2)),
+    TensorSpec("third", "float32", ()),
+)
+
+
+def raise_value_error() -> None:
+    raise ValueError("boom")
+
+
+def die() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+@dataclass
+class ScriptedTrainer:
+    """Every method is a sum over the ranks, so that a rank which is missing is missed."""
+
+    config: Config
+    layout: RankLayout
+    faults: Faults = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    def _together(self, method: str, value: float = 1.0) -> float:
+        self.calls.append(method)
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        fault = self.faults.get((self.layout.rank, method))
+        if fault is not None:
+            fault()
+        dist.barrier()
+        return float(total)
+
+    def init(self) -> None:
+        self._together("init")
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        return {"tokens": self._together("train", float(batch.tokens.sum())), "calls": float(len(self.calls))}
+
+    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
+        return {"lr": self._together("train_sft", lr)}
+
+    def reset_optimizer(self) -> None:
+        self._together("reset_optimizer")
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        self._together("logprobs")
+        return batch.logprobs * 2
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        return SPECS
+
+    def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for spec in SPECS:
+            self._together("export_tensors")
+            yield spec.name, torch.ones(spec.shape, dtype=getattr(torch, spec.dtype))
+
+    def export_hf(self, directory: Path) -> None:
+        self._together("export_hf")
+        if self.layout.rank == 0:
+            directory.mkdir(parents=True)
+
+    def offload(self) -> None:
+        self._together("offload")
+
+    def onload(self) -> None:
+        self._together("onload")
+
+
+def make_batch(rollout_id: int = 0) -> RolloutBatch:
+    """Two samples of three and two response tokens."""
+    return RolloutBatch(
+        rollout_id=rollout_id,
+        tokens=torch.arange(9),
+        sequence_lengths=torch.tensor([5, 4]),
+        prompt_lengths=torch.tensor([2, 2]),
+        logprobs=torch.linspace(-1, 0, 5),
+        loss_mask=torch.tensor([True, True, False, True, True]),
+        rewards=torch.tensor([0.0, 1.0]),
+        group_index=torch.tensor([0, 0]),
+        group_ids=("g0",),
+        sample_ids=("s0", "s1"),
+        truncated=torch.tensor([False, True]),
+        versions=((VersionSpan("0.0", 0, 3),), (VersionSpan("0.0", 0, 1), VersionSpan("0.1", 1, 2))),
+        temperature=0.7,
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """What became of a world."""
+
+    value: Any
+    """What the scenario returned."""
+    exit_codes: tuple[int | None, ...]
+    """By rank; None had to be killed."""
+    seconds: float
+
+
+def run_world(
+    scenario: Scenario,
+    *,
+    world_size: int = 2,
+    faults: Faults | None = None,
+    config: Mapping[str, Any] | None = None,
+    timeout_s: float = 20.0,
+    linger_s: float = 8.0,
+) -> World:
+    """Runs `scenario` on rank 0 of a fresh world. An exception of it is raised here, as a text.
+
+    Args:
+        linger_s: how long the other ranks may take to end after rank 0 has.
+    """
+    began = time.monotonic()
+    fork = multiprocessing.get_context("fork")
+    parsed = Config.model_validate(config or {})
+    make_trainer = partial(ScriptedTrainer, faults=faults or {})
+    reader, writer = fork.Pipe(duplex=False)
+    port = _free_port()
+    processes = [
+        fork.Process(
+            target=_rank_main, args=(rank, world_size, port, parsed, make_trainer, scenario, writer), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    writer.close()
+    try:
+        if not wait([reader], timeout_s):
+            raise AssertionError(f"the scenario did not end within {timeout_s:g} s")
+        try:
+            ok, value = pickle.loads(reader.recv_bytes())
+        except EOFError:
+            ok, value = True, None  # the scenario killed rank 0
+        deadline = time.monotonic() + linger_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = tuple(process.exitcode for process in processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    if not ok:
+        raise AssertionError(value)
+    return World(value, codes, time.monotonic() - began)
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    port: int,
+    config: Config,
+    make_trainer: Callable[[Config, RankLayout], ScriptedTrainer],
+    scenario: Scenario,
+    writer: Connection,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    code = 0
+    if rank == 0:
+        try:
+            answer = (True, anyio.run(_drive, config, make_trainer, scenario, backend_options={"use_uvloop": True}))
+        except BaseException as error:
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
+            answer, code = (False, f"{type(error).__name__}: {error}"), 1
+        writer.send_bytes(pickle.dumps(answer))
+    else:
+        writer.close()
+        try:
+            serve_rank(config, make_trainer)
+        except Exception:
+            code = 1
+    os._exit(code)  # a thread may be stuck in a collective, on purpose
+
+
+async def _drive(
+    config: Config, make_trainer: Callable[[Config, RankLayout], ScriptedTrainer], scenario: Scenario
+) -> Any:
+    events = EventLog(None, attempt=3)
+    async with anyio.create_task_group() as task_group:
+        group = TrainGroup(config, task_group=task_group, make_trainer=make_trainer, events=events)
+        try:
+            return await scenario(group, events)
+        finally:
+            await group.dispose()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
