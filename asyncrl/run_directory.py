@@ -76,8 +76,9 @@ class RunDirectory:
         `sources` (dotted key → origin) are added to the saved file as comments. Raises RunDirectoryError.
         """
         gang = gang or Gang.detect()
-        earlier = _first_attempt(config.run.dir, gang) if gang.restarts else None
-        path, lock = earlier or _claim(config.run.dir, config.run.if_exists)
+        wanted = Path(os.path.abspath(config.run.dir))
+        earlier = _first_attempt(wanted, gang) if gang.restarts else None
+        path, lock = earlier or _claim(wanted, config.run.if_exists)
         run = cls(path, gang.restarts, lock)
         try:
             _write(
@@ -170,6 +171,8 @@ def _first_attempt(path: Path, gang: Gang) -> tuple[Path, int] | None:
 def _names(path: Path) -> Iterator[Path]:
     """runs/a, runs/a-2, runs/a-3, ... without end."""
     yield path
+    if not path.name:
+        raise RunDirectoryError(f"run.dir: there is no other name for {path}; choose another with --run.dir")
     for number in itertools.count(2):
         yield path.with_name(f"{path.name}-{number}")
 

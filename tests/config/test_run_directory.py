@@ -143,6 +143,35 @@ def test_new_passes_over_a_directory_that_is_no_run(config, tmp_path):
         assert run.path == tmp_path / "run-2"
 
 
+@pytest.mark.parametrize("name", [".", "", "sub/..", "./"])
+def test_new_beside_the_current_directory_has_a_name(config, tmp_path, monkeypatch, name):
+    here = tmp_path / "here"
+    (here / "sub").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with RunDirectory.open(config("new", dir=Path(name))) as run:
+        assert run.path == tmp_path / "here-2"
+
+
+def test_the_root_directory_is_refused(config):
+    with pytest.raises(RunDirectoryError, match="no other name for /"):
+        RunDirectory.open(config("new", dir=Path("/")))
+
+
+def test_runs_that_start_in_the_same_moment_get_names_of_their_own(tmp_path):
+    code = HOLD.replace('{"dir": sys.argv[1]}', '{"dir": sys.argv[1], "if_exists": "new"}')
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3", "run-4"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize("policy", ["error", "new", "overwrite"])
 def test_a_path_that_cannot_be_a_directory_is_one_clear_error(config, tmp_path, policy):
     (tmp_path / "file").touch()
