@@ -102,19 +102,19 @@ class RankPolicy:
     def on_signal(self, signum: int, now: float) -> Order | None:
         if signum not in STOP_SIGNALS:
             return None
-        if not self._done and self.exit_code == 1:
+        if not self._done:
             self.exit_code = 128 + signum
-        self._leave_by(
-            now + self.stop_grace_s + RANK_MARGIN_S, f"{signal.Signals(signum).name}, and rank 0 gave no word"
-        )
+            name = signal.Signals(signum).name
+            self._leave_by(now + self.stop_grace_s + RANK_MARGIN_S, f"no end came from rank 0 after {name}")
         return None
 
     def on_rank_zero_gone(self, now: float) -> None:
-        self._leave_by(now + GONE_GRACE_S, "rank 0 is gone")
+        if not self._done:
+            self._leave_by(now + GONE_GRACE_S, "rank 0 is gone")
 
     def expect_exit(self, exit_code: int, now: float) -> None:
         self._done, self.exit_code = True, exit_code
-        self._leave_by(now + self.stop_grace_s, f"the end took longer than {self.stop_grace_s:g} s")
+        self.leave_by, self.reason = now + self.stop_grace_s, f"the end took longer than {self.stop_grace_s:g} s"
 
     def _leave_by(self, when: float, reason: str) -> None:
         if self.leave_by is None or when < self.leave_by:

@@ -151,7 +151,8 @@ class HostState:
         if self._leaving_by is not None:
             return []
         self._leaving_by = now + SHUTDOWN_S
-        return [*(self._end(process) for process in self._live.values()), *self._maybe_leave()]
+        ending = [self._end(process) for process in self._live.values() if process.phase is not Phase.ENDING]
+        return [*ending, *self._maybe_leave()]
 
     def _spawn(self, request_id: Any, message: dict[str, Any], now: float) -> list[Action]:
         spec = _spec(message)
@@ -194,7 +195,7 @@ class HostState:
         if not 0 < signum < signal.NSIG:
             raise BadRequest(f"signal {signum} does not exist")
         process = self._live.get(name)
-        if process is None or process.phase is Phase.STARTING:
+        if process is None or process.phase not in (Phase.RUNNING, Phase.STOPPING):
             raise BadRequest(f"{name}: not running")
         return [Signal(process.serial, signum), Answer(request_id)]
 

@@ -1,0 +1,230 @@
+"""What a spawned process finds, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from asyncrl.errors import EngineError
+from asyncrl.host import EngineHost, ProcessSpec
+from asyncrl.host.proc import descendants
+from asyncrl.observability.events import EventLog
+from tests.host.roster import Roster, parent_of
+
+PythonSpec = Callable[..., ProcessSpec]
+TreeSpec = Callable[[str], ProcessSpec]
+
+REPORT = """
+import json, os, signal
+print(json.dumps({
+    "sid": os.getsid(0), "pgid": os.getpgid(0), "stdin": os.readlink("/proc/self/fd/0"),
+    "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
+    "cpus": sorted(os.sched_getaffinity(0)), "extra": os.environ.get("EXTRA"), "home": os.environ.get("HOME"),
+    "default": all(signal.getsignal(s) == signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+}))
+"""
+
+
+async def test_a_process_starts_in_a_world_of_its_own(host: EngineHost, python: PythonSpec) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    pid = await host.spawn(python("engine-0", REPORT, env={"EXTRA": "1"}, cpus=(cpu,)))
+    ended = await host.wait("engine-0")
+    assert (ended.pid, ended.returncode, ended.requested) == (pid, 0, False)
+    assert json.loads(ended.log_tail) == {
+        "sid": pid,
+        "pgid": pid,
+        "stdin": "/dev/null",
+        "fds": [0, 1, 2],
+        "cpus": [cpu],
+        "extra": "1",
+        "home": os.environ.get("HOME"),
+        "default": True,
+        "blocked": [],
+    }
+
+
+async def test_a_process_that_ends_by_itself_takes_its_tree_along(
+    host: EngineHost, python: PythonSpec, roster: Roster, tree: TreeSpec
+) -> None:
+    grow = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE); p.stdout.readline(); "
+    await host.spawn(python("engine-0", grow + "sys.exit(3)", *tree("unused").argv))
+    ended = await host.wait("engine-0")
+    assert (ended.returncode, ended.requested) == (3, False)
+    await roster.empty(1)
+
+
+SIGN_IN = "import os, signal, sys; fd = os.open(sys.argv[1], os.O_WRONLY); os.write(fd, b'%d\\n' % os.getpid()); "
+
+
+async def test_stop_is_graceful_to_those_who_listen(host: EngineHost, python: PythonSpec, roster: Roster) -> None:
+    polite = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); " + SIGN_IN + "signal.pause()"
+    await host.spawn(python("engine-0", polite, str(roster.path)))
+    await roster.pids(1)
+    ended = await host.stop("engine-0", grace_s=30)
+    assert (ended.returncode, ended.requested) == (7, True)
+    assert (
+        await host.stop("engine-0", grace_s=30) == ended == await host.wait("engine-0") == await host.kill("engine-0")
+    )
+
+
+async def test_stop_kills_the_tree_of_those_who_do_not(host: EngineHost, roster: Roster, tree: TreeSpec) -> None:
+    await host.spawn(tree("engine-0"))
+    await roster.pids(3)
+    start = time.monotonic()
+    ended = await host.stop("engine-0", grace_s=0.3)
+    assert 0.3 <= time.monotonic() - start < 3
+    assert (ended.returncode, ended.requested) == (-signal.SIGKILL, True)
+    await roster.empty(1)
+
+
+async def test_a_second_stop_can_only_shorten_the_grace(host: EngineHost, roster: Roster, tree: TreeSpec) -> None:
+    await host.spawn(tree("engine-0"))
+    await roster.pids(3)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(host.stop, "engine-0", 60)
+            tasks.start_soon(host.stop, "engine-0", 0.1)
+            tasks.start_soon(host.stop, "engine-0", 60)
+
+
+async def test_kill_is_at_once(host: EngineHost, roster: Roster, tree: TreeSpec, events: EventLog) -> None:
+    pid = await host.spawn(tree("engine-0"))
+    await roster.pids(3)
+    ended = await host.kill("engine-0")
+    assert (ended.returncode, ended.requested, ended.log_tail) == (-signal.SIGKILL, True, "the tree has grown")
+    await roster.empty(1)
+    told = [event for event in events.recent if event["kind"].startswith("process.")]
+    assert [event["kind"] for event in told] == ["process.spawned", "process.exited"]
+    assert told[1] | {"pid": pid, "name": "engine-0", "returncode": -9, "requested": True, "survivors": 0} == told[1]
+
+
+async def test_any_number_may_wait(host: EngineHost, python: PythonSpec) -> None:
+    await host.spawn(python("engine-0", "import signal; signal.pause()"))
+    exits = []
+
+    async def wait() -> None:
+        exits.append(await host.wait("engine-0"))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(wait)
+        await host.signal("engine-0", signal.SIGUSR1)
+    assert len(exits) == 5
+    assert {ended.returncode for ended in exits} == {-signal.SIGUSR1}
+
+
+async def test_a_wait_has_a_deadline(host: EngineHost, python: PythonSpec) -> None:
+    await host.spawn(python("engine-0", "import signal; signal.pause()"))
+    with pytest.raises(TimeoutError, match=r"no exit from engine-0 after 0\.05 s"):
+        await host.wait("engine-0", timeout_s=0.05)
+
+
+async def test_a_name_belongs_to_one_live_process(host: EngineHost, python: PythonSpec, roster: Roster) -> None:
+    spec = python("engine-0", "print('first', flush=True); " + SIGN_IN + "signal.pause()", str(roster.path))
+    pid = await host.spawn(spec)
+    with pytest.raises(EngineError, match=f"engine-0: a process of this name is alive .pid {pid}"):
+        await host.spawn(spec)
+    await roster.pids(1)
+    await host.kill("engine-0")
+    await host.spawn(python("engine-0", "print('second')"))
+    ended = await host.wait("engine-0")
+    assert ended.log_tail == "second"  # not the log of the one before
+    log = await anyio.Path(spec.log_path).read_text()
+    assert log.count("[asyncrl]") == 2
+    assert "first" in log
+
+
+async def test_tail_reads_the_end_of_a_long_log(host: EngineHost, python: PythonSpec) -> None:
+    await host.spawn(python("engine-0", "print('x' * 70_000); print('é' * 10); print('last')"))
+    ended = await host.wait("engine-0")
+    assert await host.tail("engine-0", 2) == "é" * 10 + "\nlast"
+    assert await host.tail("engine-0", 0) == ""
+    assert len(ended.log_tail) <= 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ProcessSpec("engine-0", ("/nonexistent/python",)), "engine-0: cannot execute '/nonexistent/python': No such"),
+        (ProcessSpec("engine-0", ("/etc/passwd",)), "engine-0: cannot execute '/etc/passwd': Permission denied"),
+        (ProcessSpec("engine-0", ("a\0b",)), "engine-0: cannot execute 'a.*b': embedded null byte"),
+        (ProcessSpec("engine-0", ("true",), {"A=B": "\0"}), "engine-0: cannot execute 'true': "),
+        (
+            ProcessSpec("engine-0", ("true",), {}, "/dev/full"),
+            "engine-0: cannot write its log '/dev/full': No space left",
+        ),
+        (ProcessSpec("engine-0", ("true",), {}, "/proc/x/log"), "engine-0: cannot write its log '/proc/x/log': "),
+        (ProcessSpec("engine-0", ("true",), cpus=(4095,)), "engine-0: cannot run on cpus .4095,.: Invalid argument"),
+        (ProcessSpec("engine-0", ()), "spawn: argv is"),
+    ],
+)
+async def test_what_cannot_start_says_why(host: EngineHost, spec: ProcessSpec, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        await host.spawn(spec)
+    with pytest.raises(EngineError, match=message):
+        await host.wait("engine-0")
+    await host.spawn(ProcessSpec("engine-0", ("true",)))
+    assert (await host.wait("engine-0")).returncode == 0
+
+
+async def test_unknown_names_and_ended_processes_are_refused(host: EngineHost, python: PythonSpec) -> None:
+    for call in (host.wait("x"), host.stop("x", 1), host.kill("x"), host.tail("x", 1), host.signal("x", 1)):
+        with pytest.raises(EngineError, match="x: no process of this name was ever spawned"):
+            await call
+    await host.spawn(python("engine-0", ""))
+    await host.wait("engine-0")
+    with pytest.raises(EngineError, match="engine-0: not running"):
+        await host.signal("engine-0", signal.SIGUSR1)
+    with pytest.raises(EngineError, match="signal 99 does not exist"):
+        await host.signal("engine-0", 99)
+
+
+async def test_a_killed_guardian_is_an_exit_like_any_other(
+    host: EngineHost, python: PythonSpec, roster: Roster, tree: TreeSpec
+) -> None:
+    await host.spawn(python("other", "import signal; signal.pause()"))
+    pid = await host.spawn(tree("engine-0"))
+    await roster.pids(3)
+    os.kill(parent_of(pid), signal.SIGKILL)
+    ended = await host.wait("engine-0", timeout_s=5)
+    assert (ended.returncode, ended.requested) == (-signal.SIGKILL, False)
+    await roster.empty(3)
+    await host.signal("other", 0 + signal.SIGUSR1)
+    assert (await host.wait("other")).returncode == -signal.SIGUSR1  # the others lived on
+
+
+async def test_two_hundred_spawns_leave_nothing_open(host: EngineHost) -> None:
+    spec = ProcessSpec("worker", ("true",))
+    await host.spawn(spec)
+    await host.wait("worker")
+    ours, theirs = _open_fds(os.getpid()), _open_fds(host.pid)
+    for _ in range(200):
+        await host.spawn(spec)
+        assert (await host.wait("worker")).returncode == 0
+    assert _open_fds(os.getpid()) == ours
+    assert _open_fds(host.pid) <= theirs + 1  # the last guardian may be about to go
+    assert len(descendants(host.pid)) <= 1  # zombies included
+
+
+async def test_a_storm_of_spawns_and_ends(host: EngineHost, python: PythonSpec) -> None:
+    async def one(number: int) -> None:
+        name = f"worker-{number}"
+        await host.spawn(python(name, "import signal; signal.pause()" if number % 2 else f"raise SystemExit({number})"))
+        ended = await (host.kill(name) if number % 2 else host.wait(name))
+        assert ended.returncode == (-signal.SIGKILL if number % 2 else number)
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            for number in range(40):
+                tasks.start_soon(one, number)
+
+
+def _open_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
