@@ -28,7 +28,7 @@ class TrainConfig(Section):
     """Steps over which the learning rate rises linearly from 0."""
 
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, down to 0 at the last step."""
+    """Shape of the learning rate after the warm-up, down to 0 at the end of the last step."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of Adam."""

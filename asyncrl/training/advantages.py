@@ -1,7 +1,7 @@
 """Group-relative advantages: how much better a sample did than the others of its prompt group.
 
-Groups are known by index, never by position or text: samples of one group may lie anywhere in the batch, groups may be of any
-size (a failed sample is simply absent), and the same prompt in two groups makes two baselines.
+Groups are known by index, never by position or text: samples of one group may lie anywhere in the batch, groups may
+be of any size (a failed sample is simply absent), and the same prompt in two groups makes two baselines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _STD_FLOOR = 1e-6
-"""Added to the standard deviation, so that rewards which differ by rounding alone are not blown up to unit advantages."""
+"""Added to the standard deviation, so that rewards that differ by rounding alone do not become unit advantages."""
 
 
 def group_advantages(rewards: Tensor, group_index: Tensor, *, normalize: bool) -> Tensor:
@@ -19,8 +19,9 @@ def group_advantages(rewards: Tensor, group_index: Tensor, *, normalize: bool) -
     Args:
         rewards: float [samples].
         group_index: int64 [samples], any non-negative ids.
-        normalize: divide by the group's sample standard deviation (n - 1): GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1).
-            False is Dr. GRPO (arXiv 2503.20783): reward minus mean, so that easy and hard prompts are not weighted up.
+        normalize: divide by the group's sample standard deviation (n - 1): GRPO (DeepSeekMath, arXiv 2402.03300,
+            section 4.1). False is Dr. GRPO (arXiv 2503.20783): reward minus mean, so that easy and hard prompts are
+            not weighted up.
 
     Returns:
         float32 [samples]; 0 for a group of one sample and for a group whose rewards are all equal.

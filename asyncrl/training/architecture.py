@@ -1,4 +1,5 @@
-"""What a Hugging Face config.json says about a decoder, in the trainer's own words, and the refusal of what it cannot train.
+"""What a Hugging Face config.json says about a decoder, in the trainer's own words, and the refusal of what it cannot
+train.
 
 Imports neither torch nor Megatron, so that the driver can refuse a model before anything starts.
 """

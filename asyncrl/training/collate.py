@@ -59,23 +59,26 @@ def trained_samples(batch: RolloutBatch) -> list[bool]:
 
 
 def check_batch(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raises DataError for what would train on nonsense in silence: ids outside the vocabulary, empty prompts, wrong lengths."""
+    """Raises DataError for what would train on nonsense in silence: foreign ids, empty prompts, wrong lengths."""
     where = f"rollout {batch.rollout_id}"
     if int(batch.sequence_lengths.sum()) != len(batch.tokens) or bool((batch.response_lengths < 0).any()):
         raise DataError(f"{where}: sequence lengths do not add up to the {len(batch.tokens)} tokens")
     response_tokens = int(batch.response_lengths.sum())
     if not len(batch.logprobs) == len(batch.loss_mask) == response_tokens:
         raise DataError(
-            f"{where}: {response_tokens} response tokens, but {len(batch.logprobs)} log-probs and {len(batch.loss_mask)} "
-            f"mask entries"
+            f"{where}: {response_tokens} response tokens, but {len(batch.logprobs)} log-probs and "
+            f"{len(batch.loss_mask)} mask entries"
         )
     if batch.num_samples and int(batch.prompt_lengths.min()) < 1:
         sample = batch.sample_ids[int(batch.prompt_lengths.argmin())]
-        raise DataError(f"{where}: sample {sample} has an empty prompt; its first token has nothing to be predicted from")
+        raise DataError(
+            f"{where}: sample {sample} has an empty prompt; its first token has nothing to be predicted from"
+        )
     if len(batch.tokens) and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size:
         worst = int(batch.tokens.max()) if int(batch.tokens.min()) >= 0 else int(batch.tokens.min())
         raise DataError(
-            f"{where}: token id {worst} is outside the model's vocabulary of {vocab_size}; tokenizer and model do not match"
+            f"{where}: token id {worst} is outside the model's vocabulary of {vocab_size}; "
+            f"tokenizer and model do not match"
         )
 
 

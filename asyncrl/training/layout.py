@@ -9,7 +9,7 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """One rank of the trainer. Tensor-parallel ranks are neighbours: ranks [0, TP) share the first copy of the model."""
+    """One rank of the trainer. Tensor-parallel ranks are neighbours: ranks [0, TP) share the first model copy."""
 
     rank: int
     """Global rank, 0 is the driver."""
@@ -22,7 +22,7 @@ class RankLayout:
     def __post_init__(self) -> None:
         if self.world_size % self.tensor_parallel:
             raise ConfigError(
-                f"train.tensor_parallel = {self.tensor_parallel} does not divide the {self.world_size} trainer rank(s); "
+                f"train.tensor_parallel = {self.tensor_parallel} does not divide the {self.world_size} ranks; "
                 f"start torchrun with a multiple of it (--nproc-per-node)"
             )
 

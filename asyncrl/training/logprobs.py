@@ -1,7 +1,8 @@
 """Log-probs and entropies from logits whose vocabulary is split over tensor-parallel ranks.
 
-log p(target) = z_target - log sum exp z with z = logits / temperature, in float32. One pass gives the log-prob (differentiable)
-and the entropy (a diagnostic, without gradient), and keeps one [tokens, vocabulary] tensor for the backward pass.
+log p(target) = z_target - log sum exp z with z = logits / temperature, in float32. One pass gives the log-prob
+(differentiable) and the entropy (a diagnostic, without gradient), and keeps one [tokens, vocabulary] tensor for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ def token_logprobs(
     """Log-prob of each target token and entropy of each distribution, in nats.
 
     Args:
-        logits: [tokens, vocabulary / ranks of `group`], any float dtype; rank r holds columns from r * width. Never modified.
+        logits: [tokens, vocabulary / ranks of `group`], any float dtype; rank r holds columns from r * width. Never
+            modified.
         targets: int64 [tokens], ids in the whole vocabulary.
         temperature: logits are divided by it, as the sampler does.
-        vocab_size: columns that are real; those past it (padding for tensor parallelism) have probability 0 and no gradient.
+        vocab_size: columns that are real; those past it (padding for tensor parallelism) have probability 0 and no
+            gradient.
         group: the tensor-parallel ranks; None where one rank holds all columns.
 
     Returns:

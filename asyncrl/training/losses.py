@@ -1,8 +1,8 @@
 """Losses on flat [tokens] tensors: pure, without a model, a batch or a process group.
 
-Every loss is a *sum* over tokens. Who calls divides by the number of trained tokens of the whole optimizer step, over all
-micro-batches and data-parallel ranks: the token mean of DAPO (arXiv 2503.14476, section 3.3), in which a long response weighs as
-many tokens as it has and no choice of micro-batches or ranks changes the result.
+Every loss is a *sum* over tokens. Who calls divides by the number of trained tokens of the whole optimizer step, over
+all micro-batches and data-parallel ranks: the token mean of DAPO (arXiv 2503.14476, section 3.3), in which a long
+response weighs as many tokens as it has and no choice of micro-batches or ranks changes the result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def grpo(
 
     Per token, with ratio = exp(logprob - rollout logprob) and A the advantage of its sample:
     loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
-    The objective is PPO's (arXiv 1707.06347, equation 7) with GRPO's advantages (arXiv 2402.03300, equation 3) and without a KL
-    term; the two clip widths are DAPO's "clip-higher" (arXiv 2503.14476, equation 10).
+    The objective is PPO's (arXiv 1707.06347, equation 7) with GRPO's advantages (arXiv 2402.03300, equation 3) and
+    without a KL term; the two clip widths are DAPO's "clip-higher" (arXiv 2503.14476, equation 10).
 
     Args:
         logprobs: float32 [tokens] with gradient.
@@ -49,7 +49,8 @@ def grpo(
 
     Returns:
         Sums `clip_fraction` (tokens whose gradient the clip removed), `ratio_mean`, and `kl_rollout`: k3 estimates of
-        KL(rollout || trainer), ratio - 1 - log ratio >= 0 (J. Schulman, "Approximating KL divergence"). Maximum `ratio_max`.
+        KL(rollout || trainer), ratio - 1 - log ratio >= 0 (J. Schulman, "Approximating KL divergence"). Maximum
+        `ratio_max`.
     """
     difference = torch.where(mask, logprobs - rollout_logprobs, 0.0)
     ratio = difference.exp()
@@ -68,7 +69,8 @@ def grpo(
 
 
 def sft(logprobs: Tensor, mask: Tensor) -> TokenLoss:
-    """Cross entropy of the target tokens: minus the sum of `logprobs` (float32 [tokens]) where `mask` (bool [tokens]) is True."""
+    """Cross entropy of the target tokens: minus the sum of `logprobs` (float32 [tokens]) where `mask` (bool [tokens])
+    is True."""
     return TokenLoss(_sum_where(mask, -logprobs))
 
 

@@ -20,7 +20,7 @@ def dump_paths(directory: Path, rollout_id: int) -> tuple[Path, Path]:
 
 
 def save_batch(batch: RolloutBatch, directory: Path, facts: dict[str, Any]) -> Path:
-    """Writes the batch's tensors as safetensors and its ids with `facts` as JSON beside them; returns the tensors' path."""
+    """Writes the batch's tensors as safetensors, its ids and `facts` as JSON beside them; returns the first path."""
     tensors_path, json_path = dump_paths(directory, batch.rollout_id)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}

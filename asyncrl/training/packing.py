@@ -1,10 +1,11 @@
 """Which rank computes which samples in which forward pass: pure, and the same on every rank.
 
 Invariants
-- Every sample that has a trained token is in exactly one micro-batch of exactly one data-parallel rank of one optimizer step.
+- Every sample that has a trained token is in exactly one micro-batch of exactly one data-parallel rank of one
+  optimizer step.
 - A prompt group is in one optimizer step only (its advantages are relative to each other).
-- Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively; a rank without
-  samples of its own runs the step's shortest one uncounted.
+- Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively; a rank
+  without samples of its own runs the step's shortest one uncounted.
 - Ranks may run different numbers of micro-batches.
 """
 
@@ -34,7 +35,9 @@ class StepPlan:
     @property
     def samples(self) -> tuple[int, ...]:
         """All samples that count, in no particular order."""
-        return tuple(i for rank in self.ranks for micro_batch in rank if micro_batch.counted for i in micro_batch.samples)
+        return tuple(
+            i for rank in self.ranks for micro_batch in rank if micro_batch.counted for i in micro_batch.samples
+        )
 
 
 def plan_steps(
@@ -72,7 +75,7 @@ def plan_steps(
 
 
 def split_evenly(samples: Sequence[int], lengths: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Splits `samples` into `parts` of about equal tokens: longest first, each to the part that has the fewest so far."""
+    """Splits `samples` into `parts` of about equal tokens: longest first, each to the part with the fewest so far."""
     shards: list[list[int]] = [[] for _ in range(parts)]
     load = [(0, part) for part in range(parts)]
     for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
@@ -83,7 +86,7 @@ def split_evenly(samples: Sequence[int], lengths: Sequence[int], parts: int) -> 
 
 
 def pack(samples: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[MicroBatch, ...]:
-    """Cuts `samples`, sorted by length, into runs of at most `max_tokens`: neighbours of like length waste least in attention."""
+    """Cuts `samples` into runs of at most `max_tokens`, sorted: neighbours of like length waste least in attention."""
     micro_batches: list[MicroBatch] = []
     current: list[int] = []
     tokens = 0

@@ -1,5 +1,5 @@
-"""Runs a function on several trainer ranks: processes forked after the heavy imports, so that a world of two starts in a tenth
-of a second instead of ten. The parent never opens a process group or trains, and so stays fit to fork."""
+"""Runs a function on several trainer ranks: processes forked after the heavy imports, so that a world of two starts
+in a tenth of a second instead of ten. The parent never opens a process group or trains, and so stays fit to fork."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], *arguments: Any, world_size: int = 1, tensor_parallel: int = 1, timeout_s: float = 60.0
+    function: Callable[..., Any],
+    *arguments: Any,
+    world_size: int = 1,
+    tensor_parallel: int = 1,
+    timeout_s: float = 60.0,
 ) -> list[Any]:
-    """Calls `function(layout, *arguments)` on every rank of a fresh gloo world and returns the results in order of rank.
+    """Calls `function(layout, *arguments)` on every rank of a fresh gloo world and returns the results in order of
+    rank.
 
     Raises:
         RankFailure: after `timeout_s` at the latest; no process is left behind.

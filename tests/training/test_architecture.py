@@ -34,7 +34,9 @@ def write(path: Path, config: dict[str, Any]) -> Path:
         ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ['rope scaling "linear"']),
     ],
 )
-def test_a_feature_that_is_not_trained_is_refused_by_name(tmp_path: Path, config: dict[str, Any], named: list[str]) -> None:
+def test_a_feature_that_is_not_trained_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], named: list[str]
+) -> None:
     with pytest.raises(ModelError) as failure:
         read_architecture(write(tmp_path, config))
     assert all(part in str(failure.value) for part in [*named, str(tmp_path)])
@@ -52,7 +54,9 @@ def test_a_missing_or_broken_directory_is_named(tmp_path: Path) -> None:
 
 def test_both_spellings_of_the_rotary_base_are_read(tmp_path: Path) -> None:
     old = read_architecture(write(tmp_path, {**QWEN3, "rope_theta": 5000.0}))
-    new = read_architecture(write(tmp_path, {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}))
+    new = read_architecture(
+        write(tmp_path, {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}})
+    )
     assert old == new
     assert old.rope_theta == 5000.0
     assert (old.head_dim, old.num_kv_heads, old.qk_norm, old.qkv_bias) == (32, 2, True, False)

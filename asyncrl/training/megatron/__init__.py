@@ -1,11 +1,11 @@
-"""The Megatron-core trainer. Importing this package loads megatron-core: two CPU seconds without a GPU, several with one."""
+"""The Megatron-core trainer. Importing this package loads megatron-core, which takes seconds."""
 
 import warnings
 
 from asyncrl.training.megatron.cpu_shim import quick_import
 
-# On import Megatron warns of every optional kernel library that is absent, which is the normal case without a GPU; the others are
-# about calls that it makes itself.
+# On import Megatron warns of every optional kernel library that is absent, which is the normal case without a GPU;
+# the others are about calls that it makes itself.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b.*")
 warnings.filterwarnings("ignore", category=UserWarning, message=r"The \.grad attribute of a Tensor that is not a leaf")
 for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):

@@ -1,8 +1,10 @@
 """Weights in and out: Hugging Face safetensors to Megatron parameters and back, streamed one parameter at a time.
 
 Invariants
-- Import then export is bit-equal, whatever the tensor-parallel size; a missing, extra or misshapen tensor is refused by name.
-- Export is collective and never stops half-way on one rank: a rank that cannot write goes on gathering to the end, then raises.
+- Import then export is bit-equal, whatever the tensor-parallel size; a missing, extra or misshapen tensor is refused
+  by name.
+- Export is collective and never stops half-way on one rank: a rank that cannot write goes on gathering to the end,
+  then raises.
 - An exported directory appears whole or not at all.
 - No pickle: only safetensors is read.
 """
@@ -47,8 +49,8 @@ class Checkpoint:
             files = ["model.safetensors"]
         else:
             raise ModelError(
-                f"{directory} has neither model.safetensors nor model.safetensors.index.json; other weight formats are not "
-                f"read: save the model with save_pretrained(..., safe_serialization=True)"
+                f"{directory} has neither model.safetensors nor model.safetensors.index.json; other weight "
+                f"formats are not read: save the model with save_pretrained(..., safe_serialization=True)"
             )
         self._handles: dict[str, Any] = {}
         for file in files:
@@ -56,7 +58,7 @@ class Checkpoint:
                 handle = safe_open(directory / file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{directory / file} cannot be read: {error}") from None
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
+            self._handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
 
     @property
     def names(self) -> frozenset[str]:
@@ -77,7 +79,9 @@ class Checkpoint:
 
     def check(self, expected: dict[str, tuple[int, ...]], *, tied: bool) -> None:
         """Raises ModelError unless the checkpoint holds exactly the tensors `expected`, in those shapes."""
-        ignorable = {name for name in self.names if _NOT_WEIGHTS.fullmatch(name)} | ({"lm_head.weight"} if tied else set())
+        ignorable = {name for name in self.names if _NOT_WEIGHTS.fullmatch(name)} | (
+            {"lm_head.weight"} if tied else set()
+        )
         missing = sorted(expected.keys() - self.names)
         extra = sorted(self.names - expected.keys() - ignorable)
         misshapen = [
@@ -113,13 +117,17 @@ class WeightExchange:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name and shape of every tensor, in export order."""
         return {
-            name: mapping.tensor_shape(name, self._architecture) for entry in self._entries.values() for name in entry.names
+            name: mapping.tensor_shape(name, self._architecture)
+            for entry in self._entries.values()
+            for name in entry.names
         }
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """What `export` yields, in that order."""
         (dtype,) = {parameter.dtype for parameter in self._parameters.values()}
-        return tuple(TensorSpec(name, str(dtype).removeprefix("torch."), shape) for name, shape in self.shapes().items())
+        return tuple(
+            TensorSpec(name, str(dtype).removeprefix("torch."), shape) for name, shape in self.shapes().items()
+        )
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:
@@ -144,8 +152,8 @@ class WeightExchange:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) on every rank, in the order of `specs`.
 
-        A tensor may be the live parameter: use or copy it before the next one is asked for. All ranks must run the iterator to
-        its end, since each step gathers.
+        A tensor may be the live parameter: use or copy it before the next one is asked for. All ranks must run the
+        iterator to its end, since each step gathers.
         """
         for name, parameter in self._parameters.items():
             entry = self._entries[name]
@@ -179,7 +187,12 @@ class WeightExchange:
                 pass
 
     def _write(
-        self, tensors: Iterator[tuple[str, Tensor]], source: Path, staging: Path, dtype: torch.dtype, max_file_bytes: int
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        source: Path,
+        staging: Path,
+        dtype: torch.dtype,
+        max_file_bytes: int,
     ) -> None:
         staging.mkdir(parents=True)
         for file in sorted(source.iterdir()):

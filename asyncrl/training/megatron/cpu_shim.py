@@ -1,11 +1,13 @@
 """Makes Megatron-core run where there is no CUDA: the one place that bends it, and nothing here runs on a GPU machine.
 
-Megatron-core 0.16 runs on gloo and CPU tensors but for a few literals: `device="cuda"`, `torch.cuda.current_device()`, and
-comparisons of `tensor.type()` with "torch.cuda.FloatTensor". A TorchFunctionMode answers them. The mode holds for the *thread*
-that enters it: `install` must be called in the thread that trains, and is idempotent per thread.
+Megatron-core 0.16 runs on gloo and CPU tensors but for a few literals: `device="cuda"`,
+`torch.cuda.current_device()`, and comparisons of `tensor.type()` with "torch.cuda.FloatTensor". A TorchFunctionMode
+answers them. The mode holds for the *thread* that enters it: `install` must be called in the thread that trains, and
+is idempotent per thread.
 
-Its import decorates dozens of fused kernels with torch.compile, which loads inductor, and probes packages of GPU kernels, one of
-which (flash_mla) answers not with ImportError but with OSError: without `quick_import` it costs six seconds more or fails.
+Its import decorates dozens of fused kernels with torch.compile, which loads inductor, and probes packages of GPU
+kernels, one of which (flash_mla) answers not with ImportError but with OSError: without `quick_import` it costs six
+seconds more or fails.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ def needed() -> bool:
 
 @contextlib.contextmanager
 def quick_import() -> Iterator[None]:
-    """While open, torch.compile decorates nothing and GPU kernels cannot be imported; without effect on a GPU machine."""
+    """While open, torch.compile decorates nothing and GPU kernels are absent; without effect on a GPU machine."""
     if not needed():
         yield
         return
     compile_ = torch.compile
     hidden = [package for package in _GPU_PACKAGES if package not in sys.modules]
-    torch.compile = _compile_nothing  # type: ignore[assignment]
+    torch.compile = _compile_nothing
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
@@ -49,7 +51,7 @@ def quick_import() -> Iterator[None]:
 
 
 def install() -> None:
-    """Answers Megatron's CUDA literals with the CPU, in the calling thread from now on; without effect on a GPU machine."""
+    """Answers CUDA literals with the CPU, in the calling thread from now on; without effect on a GPU machine."""
     if not needed() or getattr(_thread, "mode", None) is not None:
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]

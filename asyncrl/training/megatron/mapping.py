@@ -133,5 +133,6 @@ def to_hugging_face(kind: Kind, shards: Sequence[Tensor], a: Architecture) -> tu
             grouped = packed.reshape(a.num_kv_heads, -1, *packed.shape[1:])
             queries = a.num_heads // a.num_kv_heads * a.head_dim
             return tuple(
-                part.flatten(0, 1).contiguous() for part in grouped.split([queries, a.head_dim, a.head_dim], dim=1)
+                part.flatten(0, 1).contiguous()
+                for part in torch.split(grouped, [queries, a.head_dim, a.head_dim], dim=1)
             )

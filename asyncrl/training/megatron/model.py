@@ -1,8 +1,8 @@
 """Builds Megatron's GPTModel from an `Architecture`.
 
-On a GPU with Transformer Engine the layers are Megatron's Transformer Engine layers; everywhere else they are its local layers
-with the norm and attention of `modules`. Parameters differ between the two only in the names of the norms, which `mapping` knows.
-Never run so far: the Transformer Engine branch of `layer_spec`.
+On a GPU with Transformer Engine the layers are Megatron's Transformer Engine layers; everywhere else they are its
+local layers with the norm and attention of `modules`. Parameters differ between the two only in the names of the
+norms, which `mapping` knows. Never run so far: the Transformer Engine branch of `layer_spec`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             rope_scaling_factor=architecture.rope_llama3_factor or 1.0,
         )
         for name, parameter in self.named_parameters():
-            # Initialisation, which is skipped, would have told Megatron which gradients to count once per rank in the norm.
+            # Initialisation, which is skipped, would have told Megatron which gradients differ among ranks.
             cut = entry(name).kind.cut
             if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)

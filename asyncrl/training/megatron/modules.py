@@ -1,6 +1,8 @@
-"""RMSNorm and attention in plain torch, for Megatron layers built without Transformer Engine (on CPU, or on a GPU without it).
+"""RMSNorm and attention in plain torch, for Megatron layers built without Transformer Engine (on CPU, or on a GPU
+without it).
 
-They take packed sequences, which Megatron's own local modules refuse, and plug in through the layer spec: Megatron is not patched.
+They take packed sequences, which Megatron's own local modules refuse, and plug in through the layer spec: Megatron is
+not patched.
 """
 
 from __future__ import annotations

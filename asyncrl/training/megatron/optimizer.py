@@ -56,7 +56,7 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the reduced gradients: the same on every rank, and NaN or infinite on all if it is on one."""
+        """Global L2 norm of the reduced gradients: the same on every rank, so NaN or infinite on all or none."""
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
@@ -96,7 +96,7 @@ class Optimizer:
         for optimizer in self._adams():
             for state in optimizer.state.values():
                 state.update({key: value.to(device) for key, value in state.items() if torch.is_tensor(value)})
-            if self._bf16:  # float32 main weights; in float32 training they are views of the weights, which moved already
+            if self._bf16:  # float32 main weights; in float32 training they are views of weights that moved already
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.data = parameter.data.to(device)

@@ -63,7 +63,7 @@ def forward_backward(
     device: torch.device,
     compare: bool,
 ) -> Tally:
-    """Leaves in the gradient buffers the mean gradient over the trained tokens of all ranks; returns the tally over them.
+    """Leaves the mean gradient over the trained tokens of all ranks in the buffers; returns their tally.
 
     Args:
         compare: also tally |log-prob - rollout log-prob|.
@@ -118,7 +118,7 @@ def forward_logprobs(
     vocab_size: int,
     device: torch.device,
 ) -> Tensor:
-    """float32 [R] on the CPU: log-prob of every response token of the batch at its temperature, the same on every rank."""
+    """float32 [R] on the CPU: log-prob of every response token at the batch's temperature, the same on every rank."""
     result = torch.zeros(len(batch.logprobs), device=device)
     for micro_batch, packed in _load(batch, micro_batches, device):
         if micro_batch.counted:
@@ -143,7 +143,7 @@ def _forward(model: torch.nn.Module, packed: PackedTokens) -> Tensor:
 def _load(
     batch: RolloutBatch, micro_batches: Iterable[MicroBatch], device: torch.device
 ) -> Iterator[tuple[MicroBatch, PackedTokens]]:
-    """Packs each micro-batch when its turn comes; what the model reads goes to `device`, what indexes the batch stays."""
+    """Packs each micro-batch in its turn; what the model reads goes to `device`, what indexes the batch stays."""
     for micro_batch in micro_batches:
         packed = pack_tokens(batch, micro_batch)
         yield (

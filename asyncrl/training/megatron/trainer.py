@@ -1,12 +1,13 @@
 """MegatronTrainer: one rank of the policy's training. Synchronous; lives in one thread per process.
 
 Invariants
-- Every public method is collective: all ranks call it with the same arguments, in the same order, each in the one thread that
-  called `init`.
+- Every public method is collective: all ranks call it with the same arguments, in the same order, each in the one
+  thread that called `init`.
 - The result of a step does not depend on how the batch is cut into micro-batches or over ranks (up to rounding).
 - No weight changes before all ranks know that the step's loss and gradient are finite.
 
-Never run so far (needs a GPU): bfloat16 with NCCL, Transformer Engine layers, `offload` and `onload` other than as no-ops.
+Never run so far (needs a GPU): bfloat16 with NCCL, Transformer Engine layers, `offload` and `onload` other than as
+no-ops.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncrl.config import Config
@@ -78,7 +80,7 @@ class MegatronTrainer:
             create_gloo_process_groups=False,
             distributed_timeout_minutes=math.ceil(config.train.step_timeout_s / 60),
         )
-        # The inference tracker is Megatron's own way to do without CUDA's generators; nothing here draws random numbers.
+        # The inference tracker is Megatron's own way to do without CUDA's generators; nothing draws random numbers.
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed, inference_rng_tracker=not cuda)
 
         dtype = _DTYPES[("bfloat16" if cuda else "float32") if config.model.dtype == "auto" else config.model.dtype]
@@ -117,7 +119,12 @@ class MegatronTrainer:
         if train.loss == "sft":
             return self._run(batch, _sft_loss, lr=lr, temperature=1.0, minibatches=train.minibatches, compare=False)
         metrics = self._run(
-            batch, self._grpo_loss(batch), lr=lr, temperature=batch.temperature, minibatches=train.minibatches, compare=True
+            batch,
+            self._grpo_loss(batch),
+            lr=lr,
+            temperature=batch.temperature,
+            minibatches=train.minibatches,
+            compare=True,
         )
         silent = groups_without_signal(batch.rewards, batch.group_index)
         return {**metrics, "train/groups_without_signal": float(silent)}
@@ -153,7 +160,7 @@ class MegatronTrainer:
         return self._weights.export()
 
     def export_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes a Hugging Face directory on rank 0, whole or not at all; weights in the source checkpoint's dtype by default.
+        """Writes a Hugging Face directory on rank 0, whole or not at all, by default in the source's dtype.
 
         Raises:
             OSError: on rank 0, after every rank has finished the export.
@@ -161,7 +168,7 @@ class MegatronTrainer:
         self._weights.export_directory(self._config.model.path, directory, dtype=dtype or self._source_dtype)
 
     def offload(self) -> None:
-        """Frees the GPU: weights and Adam state go to host memory, gradient buffers are dropped. Nothing to do on CPU."""
+        """Frees the GPU: weights and Adam state go to host memory, gradients are dropped. Nothing to do on CPU."""
         if self._device.type == "cuda":
             self._optimizer.offload()
 
@@ -239,6 +246,7 @@ class MegatronTrainer:
         """Raises NonFiniteError; every rank comes here, since loss and norm were reduced over all of them."""
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
         path, _ = dump_paths(self._failure_dir, batch.rollout_id)
+        saved = f"the batch is saved in {path}"
         if self._layout.rank == 0:
             facts = {
                 "what": what,
@@ -247,10 +255,13 @@ class MegatronTrainer:
                 "grad_norm": str(grad_norm),
                 "samples": sorted(batch.sample_ids[i] for i in plan.samples),
             }
-            save_batch(batch, self._failure_dir, facts)
+            try:
+                save_batch(batch, self._failure_dir, facts)
+            except (OSError, SafetensorError) as error:  # a full disk must not hide why the run stops
+                saved = f"the batch could not be saved in {path} ({error})"
         raise NonFiniteError(
-            f"{what} in optimizer step {number} of rollout {batch.rollout_id}; no weight was changed by it. The batch is saved in "
-            f"{path}. Lower train.lr or train.grad_clip, or set train.on_nonfinite = \"skip\" to go on without such steps"
+            f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; {saved}. "
+            f'Lower train.lr or train.grad_clip, or set train.on_nonfinite = "skip" to go on without such steps'
         )
 
 

@@ -1,4 +1,5 @@
-"""Tiny models of every supported family, as Hugging Face directories with weights that make distributions far from uniform."""
+"""Tiny models of every supported family, as Hugging Face directories with weights that make distributions far from
+uniform."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ MODELS: dict[str, Any] = {
     "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True)),
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=False)),
-    "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True)),
+    "llama3-rope": lambda: LlamaForCausalLM(
+        LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True)
+    ),
 }
 
 

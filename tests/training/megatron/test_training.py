@@ -1,4 +1,5 @@
-"""The same steps as transformers with torch's AdamW, on one rank or two; and what happens to a step that is not finite."""
+"""The same steps as transformers with torch's AdamW, on one rank or two; and what happens to a step that is not
+finite."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def weights_of(trainer: MegatronTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_tensors()}
 
 
-def train_grpo(layout: RankLayout, path: Path, train: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def train_grpo(
+    layout: RankLayout, path: Path, train: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     trainer = trainer_of(layout, path, **train)
     return [trainer.train(batch_of(step)) for step in range(STEPS)], weights_of(trainer)
 
@@ -65,7 +68,9 @@ class Reference:
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95)
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=0.0,
+            betas=(0.9, 0.95),
         )
 
     def step(self, batch: RolloutBatch, lr: float, temperature: float, grpo: bool) -> dict[str, float]:
@@ -175,7 +180,9 @@ def test_agreement_is_measured_before_the_first_update(model_directory: Any) -> 
     for metrics in results:
         assert metrics["train/updates"] == 3
         assert metrics["train/logprob_diff_max"] < 1e-5
-        assert metrics["train/ratio_max"] > 1.01  # while later updates do move the policy away from the one that sampled
+        assert (
+            metrics["train/ratio_max"] > 1.01
+        )  # while later updates do move the policy away from the one that sampled
 
 
 def poisoned(index: int) -> RolloutBatch:
@@ -187,7 +194,9 @@ def poisoned(index: int) -> RolloutBatch:
     return make_batch(LENGTHS, groups=GROUPS, rollout_id=7, logprobs=logprobs)
 
 
-def train_on_poison(layout: RankLayout, path: Path, failure_dir: Path, policy: str, index: int) -> tuple[Any, bool, float]:
+def train_on_poison(
+    layout: RankLayout, path: Path, failure_dir: Path, policy: str, index: int
+) -> tuple[Any, bool, float]:
     trainer = trainer_of(layout, path, failure_dir, on_nonfinite=policy)
     trainer.train(batch_of(0))
     before = weights_of(trainer)
@@ -203,7 +212,9 @@ def train_on_poison(layout: RankLayout, path: Path, failure_dir: Path, policy: s
 def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
     model_directory: Any, tmp_path: Path, layout: dict[str, int]
 ) -> None:
-    for outcome, unchanged, later_loss in run_ranks(train_on_poison, model_directory("qwen3"), tmp_path, "stop", 5, **layout):
+    for outcome, unchanged, later_loss in run_ranks(
+        train_on_poison, model_directory("qwen3"), tmp_path, "stop", 5, **layout
+    ):
         assert "the loss is nan in optimizer step 0 of rollout 7" in outcome
         assert str(tmp_path / "rollout-000007.safetensors") in outcome
         assert unchanged
@@ -222,6 +233,14 @@ def test_a_nan_step_can_be_skipped_and_counted(model_directory: Any, tmp_path: P
     assert "train/loss" not in metrics
     assert math.isfinite(later_loss)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_cannot_be_saved_does_not_hide_why_the_run_stops(model_directory: Any, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "failures"
+    in_the_way.write_text("a file, not a directory")
+    [(outcome, *_)] = run_ranks(train_on_poison, model_directory("qwen3"), in_the_way, "stop", 5)
+    assert "the loss is nan" in outcome
+    assert "could not be saved" in outcome
 
 
 def train_with_infinite_gradient(layout: RankLayout, path: Path, failure_dir: Path) -> str:

@@ -25,7 +25,9 @@ LENGTHS = [(5, 9), (3, 30), (17, 1), (1, 12), (8, 9), (2, 2), (60, 40)]
 
 
 def trainer_of(layout: RankLayout, path: Path, **train: Any) -> MegatronTrainer:
-    config = Config.model_validate({"model": {"path": path}, "train": {"tensor_parallel": layout.tensor_parallel, **train}})
+    config = Config.model_validate(
+        {"model": {"path": path}, "train": {"tensor_parallel": layout.tensor_parallel, **train}}
+    )
     trainer = MegatronTrainer(config, layout)
     trainer.init()
     return trainer
@@ -50,7 +52,9 @@ def reference_logprobs(path: Path, temperature: float) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "tensor_parallel"), [*((kind, 1) for kind in MODELS), ("qwen3", 2), ("qwen2-tied", 2)]
 )
-def test_logprobs_and_weights_equal_those_of_transformers(model_directory: Any, kind: str, tensor_parallel: int) -> None:
+def test_logprobs_and_weights_equal_those_of_transformers(
+    model_directory: Any, kind: str, tensor_parallel: int
+) -> None:
     path, temperature = model_directory(kind), 0.7
     expected = reference_logprobs(path, temperature)
     stored = load_file(path / "model.safetensors")
@@ -102,7 +106,9 @@ def export_onto_a_full_disk(layout: RankLayout, path: Path, target: Path) -> str
     return outcome
 
 
-def test_a_rank_that_cannot_write_keeps_the_others_in_step_and_leaves_nothing_behind(model_directory: Any, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_keeps_the_others_in_step_and_leaves_nothing_behind(
+    model_directory: Any, tmp_path: Path
+) -> None:
     outcomes = run_ranks(
         export_onto_a_full_disk, model_directory("qwen3"), tmp_path / "target", world_size=2, tensor_parallel=2
     )
@@ -144,7 +150,9 @@ def _with_a_pickle(path: Path) -> None:
         (_with_a_pickle, "other weight formats are not read"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(model_directory: Any, tmp_path: Path, damage: Any, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name(
+    model_directory: Any, tmp_path: Path, damage: Any, message: str
+) -> None:
     path = tmp_path / "model"
     shutil.copytree(model_directory("qwen3"), path)
     damage(path)
