@@ -26,7 +26,7 @@ from tests.system.conftest import RealFleet
 
 pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
 
-GREEDY_PROMPTS = [[3 + (7 * i + 5 * j) % 90 for j in range(4 + i)] for i in range(8)]
+GREEDY_PROMPTS = [[3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)]
 GREEDY_TOKENS = 32
 NEAR_TIE = 1e-4
 
