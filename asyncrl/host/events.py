@@ -10,7 +10,7 @@ from asyncrl.observability.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStarted(Event):
-    kind: ClassVar[str] = "host.started"
+    kind: ClassVar[str] = "host_started"
     pid: int
     job: str
     """Value of ASYNCRL_JOB in the environment of everything below the host."""
@@ -18,7 +18,7 @@ class HostStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEnded(Event):
-    kind: ClassVar[str] = "host.ended"
+    kind: ClassVar[str] = "host_ended"
     pid: int
     expected: bool
     survivors: int
@@ -27,7 +27,7 @@ class HostEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpawned(Event):
-    kind: ClassVar[str] = "process.spawned"
+    kind: ClassVar[str] = "process_spawned"
     name: str
     pid: int
     log_path: str
@@ -36,7 +36,7 @@ class ProcessSpawned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited(Event):
-    kind: ClassVar[str] = "process.exited"
+    kind: ClassVar[str] = "process_exited"
     name: str
     pid: int
     returncode: int

@@ -105,7 +105,7 @@ async def test_the_end_is_idempotent_and_survives_cancellation(
     await host.aclose()
     with pytest.raises(EngineError, match="engine host: it is closed"):
         await host.spawn(tree("engine-1"))
-    assert [e["kind"] for e in events.recent].count("host.ended") == 1
+    assert [e["kind"] for e in events.recent].count("host_ended") == 1
 
 
 async def test_concurrent_ends_all_wait_for_the_one(tmp_path: Path, roster: Roster, tree: TreeSpec) -> None:

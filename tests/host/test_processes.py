@@ -101,7 +101,7 @@ async def test_kill_is_at_once(host: EngineHost, roster: Roster, tree: TreeSpec,
     assert (ended.returncode, ended.requested, ended.log_tail) == (-signal.SIGKILL, True, "the tree has grown")
     await roster.empty(1)
     told = [event for event in events.recent if event["kind"].startswith("process.")]
-    assert [event["kind"] for event in told] == ["process.spawned", "process.exited"]
+    assert [event["kind"] for event in told] == ["process_spawned", "process_exited"]
     assert told[1] | {"pid": pid, "name": "engine-0", "returncode": -9, "requested": True, "survivors": 0} == told[1]
 
 
