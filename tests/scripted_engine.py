@@ -52,6 +52,18 @@ class ScriptedEngine:
     released: anyio.Event = field(default_factory=anyio.Event)
     """Set it to let hanging requests go."""
 
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+
+    async def until(self, condition: Callable[[ScriptedEngine], bool]) -> None:
+        """Waits until `condition` holds, looking whenever a request comes or goes."""
+        with anyio.fail_after(10):
+            while not condition(self):
+                await self._changed.wait()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
     async def generate(self, http: web.Request) -> web.StreamResponse:
         request = msgspec.json.decode(await http.read())
         number = len(self.requests)
@@ -59,6 +71,7 @@ class ScriptedEngine:
         action = self.script(request, number)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self._change()
         try:
             if action.fault == "hang":
                 await self.released.wait()
@@ -70,6 +83,7 @@ class ScriptedEngine:
             raise
         finally:
             self.in_flight -= 1
+            self._change()
 
     async def _answer(self, http: web.Request, request: dict[str, Any], action: Action) -> web.StreamResponse:
         if action.fault == "status":
@@ -82,7 +96,9 @@ class ScriptedEngine:
             http.transport.abort()
             return web.Response()
         if action.fault == "truncate":
-            response = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+            response = web.StreamResponse(
+                headers={"Content-Length": str(len(body)), "Content-Type": "application/json"}
+            )
             await response.prepare(http)
             await response.write(body[: len(body) // 2])
             assert http.transport is not None
@@ -120,15 +136,17 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def scripted_engine(script: Callable[[dict[str, Any], int], Action] | None = None) -> AsyncIterator[ScriptedEngine]:
-    """A running engine on a free port of loopback."""
+async def scripted_engine(
+    script: Callable[[dict[str, Any], int], Action] | None = None, port: int = 0
+) -> AsyncIterator[ScriptedEngine]:
+    """A running engine on loopback, on a free port unless told."""
     engine = ScriptedEngine() if script is None else ScriptedEngine(script=script)
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", engine.generate)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
+        site = web.TCPSite(runner, "127.0.0.1", port, backlog=4096)
         await site.start()
         engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield engine

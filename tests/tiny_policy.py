@@ -10,7 +10,8 @@ from typing import Any
 CHARACTERS = string.ascii_lowercase + string.digits + " +-=?.\n"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|end|>")
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] + '=' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+    "{% for m in messages %}{{ m.role[0] + '=' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a={% endif %}"
 )
 
 
@@ -30,17 +31,26 @@ def write_policy(
 
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", additional_special_tokens=["<|end|>"]
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|end|>"],
     )
     fast.chat_template = chat_template
     path.mkdir(parents=True, exist_ok=True)
     fast.save_pretrained(path)
-    model = {"model_type": "qwen3", "vocab_size": vocab_size, "max_position_embeddings": context_length, "eos_token_id": 2}
+    model = {
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": context_length,
+        "eos_token_id": 2,
+    }
     (path / "config.json").write_text(json.dumps(model | (config or {})))
     if generation_config is not None:
         (path / "generation_config.json").write_text(json.dumps(generation_config))

@@ -22,6 +22,8 @@ from asyncrl.errors import ConfigError, DataError, ModelError
 
 Messages = list[dict[str, Any]]
 
+_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
+
 
 class PolicyTokenizer:
     """What the rest of the project needs of a Hugging Face tokenizer. Not safe for use from two threads at once."""
@@ -62,6 +64,12 @@ class PolicyTokenizer:
         context_length = config.get("max_position_embeddings")
         if not isinstance(vocab_size, int) or not isinstance(context_length, int):
             raise ModelError(f"model.path: {path}/config.json lacks vocab_size or max_position_embeddings")
+
+        if not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+            # transformers would make an empty tokenizer and say nothing
+            raise ModelError(
+                f"model.path: {path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
+            )
 
         from transformers import AutoTokenizer
 

@@ -41,6 +41,7 @@ from asyncrl.rollout.ledger import GroupState, Ledger
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
 from asyncrl.rollout.retry import RetryPolicy
 from asyncrl.rollout.rewards.pool import ProcessHost
+from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sampling
 from asyncrl.rollout.wire import SamplingParams
@@ -123,7 +124,8 @@ class RolloutExecutor:
         Needs no engine yet. Raises DataError, RewardError, ConfigError.
         """
         config, rollout, tokenizer = self._config, self._config.rollout, self._tokenizer
-        scorer = await _in_thread(lambda: Scorer(config.reward, host=self._host, log_dir=self._log_dir))
+        reward = await _in_thread(lambda: resolve_reward(config.reward.function, config.reward.args))
+        scorer = Scorer(reward, config.reward, host=self._host, log_dir=self._log_dir)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
         prompts = await _in_thread(lambda: self._load(config.data, self._sampling, "data"))

@@ -131,8 +131,7 @@ def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:
     meta = answer.meta_info
     finish = meta.finish_reason
     if finish.type == "abort":
-        refused = finish.status_code is not None and 400 <= finish.status_code < 500
-        kind = _kind_of_status(finish.status_code) if refused and finish.status_code else FailureKind.ABORTED
+        kind = FailureKind.ABORTED if finish.status_code is None else _kind_of_status(finish.status_code)
         raise AttemptFailed(kind, finish.message or "aborted by the engine")
     triples = meta.output_token_logprobs
     count = len(triples)

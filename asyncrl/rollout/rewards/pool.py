@@ -10,13 +10,12 @@ Invariants
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -25,16 +24,17 @@ from anyio.abc import SocketListener, SocketStream, TaskGroup, TaskStatus
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.data.sample import Prompt, Sample
-from asyncrl.errors import RewardError
+from asyncrl.errors import AsyncRLError, EngineError, RewardError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.observability.waits import WAITS, waiting
 from asyncrl.rollout.rewards.frames import HEADER, Outcome, Setup, Started, frame, job_of
+from asyncrl.rollout.rewards.registry import RewardFunction
 from asyncrl.rollout.rewards.result import Score
 
 log = structlog.get_logger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's module, on a machine where engines start at the same time
-_END_TIMEOUT_S = 10.0
+_END_TIMEOUT_S = 30.0
 _STARTS = 3  # tries to replace a worker before the run is given up
 
 
@@ -42,7 +42,7 @@ class ProcessHost(Protocol):
     """The part of the engine host that the pool needs."""
 
     async def spawn(self, spec: ProcessSpec) -> int: ...
-    async def kill(self, name: str) -> None: ...
+    async def kill(self, name: str) -> ProcessExit: ...
     async def wait(self, name: str) -> ProcessExit: ...
 
 
@@ -64,11 +64,10 @@ class WorkerPool:
     """`size` workers for one function; `start` it in a task group, `aclose` it."""
 
     def __init__(
-        self, host: ProcessHost, *, function: str, args: Mapping[str, Any], size: int, timeout_s: float, log_dir: Path
+        self, host: ProcessHost, function: RewardFunction, *, size: int, timeout_s: float, log_dir: Path
     ) -> None:
         self._host = host
         self._function = function
-        self._args = dict(args)
         self._size = size
         self._timeout_s = timeout_s
         self._log_dir = log_dir
@@ -88,7 +87,7 @@ class WorkerPool:
         request = _Request(sample, prompt)
         self._send.send_nowait(request)
         try:
-            with WAITS.register("reward", f"{self._function} for {sample.sample_id}", self._timeout_s):
+            with WAITS.register("reward", f"{self._function.name} for {sample.sample_id}", self._timeout_s):
                 await request.done.wait()
         finally:
             request.abandoned = True
@@ -100,7 +99,7 @@ class WorkerPool:
         if self._ended is not None:
             with (
                 anyio.CancelScope(shield=True),
-                waiting("end of the reward workers", self._function, 2 * _END_TIMEOUT_S),
+                waiting("end of the reward workers", self._function.name, 2 * _END_TIMEOUT_S),
             ):
                 await self._ended.wait()
 
@@ -115,7 +114,7 @@ class WorkerPool:
                                 starting.start_soon(workers.start, self._serve, index, Path(directory))
                         task_status.started()
         except BaseExceptionGroup as group:
-            raise _first_reward_error(group) from None
+            raise _expected_error(group) from None
         finally:
             self._send.close()
             with suppress(anyio.EndOfStream):
@@ -200,9 +199,9 @@ class WorkerPool:
                     await self._set_up(connection, spec)
                     yield connection
             finally:
-                with anyio.CancelScope(shield=True), waiting("exit", name, _END_TIMEOUT_S):
+                # a host that is gone has taken the worker with it, and says so to whoever asks next
+                with anyio.CancelScope(shield=True), waiting("exit", name, _END_TIMEOUT_S), suppress(EngineError):
                     await self._host.kill(name)
-                    await self._host.wait(name)
 
     async def _accept(self, listener: SocketListener, name: str) -> SocketStream:
         """The worker's connection; RewardError when its process ends instead."""
@@ -224,9 +223,10 @@ class WorkerPool:
         return accepted[0]
 
     async def _set_up(self, connection: _Connection, spec: ProcessSpec) -> None:
+        function = self._function
         try:
             with waiting("import of the reward function", spec.name, _START_TIMEOUT_S):
-                await connection.send(frame(Setup(self._function, self._args, os.getcwd(), sys.path)))
+                await connection.send(frame(Setup(function.name, dict(function.args), function.directory, sys.path)))
                 started = msgspec.msgpack.decode(await connection.receive(), type=Started)
         except TimeoutError as error:
             raise RewardError(f"reward.function: {error}; see {spec.log_path}") from error
@@ -234,7 +234,7 @@ class WorkerPool:
             with waiting("exit", spec.name, _END_TIMEOUT_S):
                 ended = await self._host.wait(spec.name)
             raise RewardError(
-                f"reward.function: {self._function} ended the worker that imported it (exit code {ended.returncode}):\n"
+                f"reward.function: {function.name} ended the worker that imported it (exit code {ended.returncode}):\n"
                 f"{ended.log_tail}"
             ) from None
         if started.error is not None:
@@ -262,10 +262,10 @@ class _Connection:
             raise WorkerDied from error
 
 
-def _first_reward_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The RewardError inside, which names the cause; the group itself when there is none."""
-    rewards = group.subgroup(RewardError)
-    error: BaseException = group if rewards is None else rewards
-    while rewards is not None and isinstance(error, BaseExceptionGroup):
+def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first AsyncRLError inside, which names the cause; the group itself when there is none."""
+    expected = group.subgroup(AsyncRLError)
+    error: BaseException = group if expected is None else expected
+    while expected is not None and isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +36,8 @@ class RewardFunction:
     call: Callable[..., Any]
     """Called with (sample, prompt); `args` are bound."""
     runs: Runs
+    directory: str
+    """Working directory in which the name was looked up; a worker looks there too."""
 
 
 _INLINE: dict[str, Callable[..., float]] = {"exact_match": builtin.exact_match, "length": builtin.length}
@@ -64,7 +67,7 @@ def resolve_reward(name: str, args: Mapping[str, Any]) -> RewardFunction:
         ) from error
     except ValueError:  # a callable written in C tells no signature
         pass
-    return RewardFunction(name, dict(args), partial(function, **args), runs)
+    return RewardFunction(name, dict(args), partial(function, **args), runs, os.getcwd())
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

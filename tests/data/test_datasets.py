@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.data import DataConfig
+from asyncrl.data.datasets import PromptSet, load_prompts
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.errors import ConfigError, DataError
+from tests.tiny_policy import CHAT_TEMPLATE, write_policy
+
+ROWS = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    return PolicyTokenizer.load(write_policy(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    return PolicyTokenizer.load(write_policy(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE))
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(source: object, tokenizer: PolicyTokenizer, limit: int = 50, **config: Any) -> PromptSet:
+    return load_prompts(DataConfig(source=str(source), **config), tokenizer, max_prompt_tokens=limit)
+
+
+def generate(count: int, seed: int = 7, size: int | None = None) -> Iterator[dict[str, Any]]:
+    """A user's own source."""
+    for i in range(count):
+        yield {"prompt": f"{i} {seed} {size}", "answer": i}
+
+
+def broken() -> Iterator[dict[str, Any]]:
+    yield {"prompt": "1", "answer": "1"}
+    raise KeyError("oops")
+
+
+def test_jsonl_keeps_order_ids_and_records(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("\ufeff" + json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1] | {"extra": [1]}) + "\n")
+    prompts = load(file, plain).prompts
+    assert [p.prompt_id for p in prompts] == ["train.jsonl:1", "train.jsonl:3"]
+    assert [p.answer for p in prompts] == ["1", "2"]
+    assert plain.decode(prompts[1].token_ids) == prompts[1].text == "1+1=?"
+    assert prompts[1].record["extra"] == [1]
+
+
+def test_every_source_yields_the_same_prompts(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([0])}).save_to_disk(str(tmp_path / "splits"))
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "hub/data/train-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]), tmp_path / "hub/data/test-00000-of-00001.parquet")
+
+    expected = [(p.text, p.answer) for p in load(tmp_path / "a.jsonl", plain).prompts]
+    assert len(expected) == 6
+    for source in ("a.parquet", "saved", "splits", "hub"):
+        prompts = load(tmp_path / source, plain).prompts
+        assert [(p.text, p.answer) for p in prompts] == expected, source
+        assert len({p.prompt_id for p in prompts}) == 6, source
+    for source in ("splits", "hub"):
+        assert len(load(tmp_path / source, plain, split="test").prompts) == 1
+        with pytest.raises(DataError, match=r"data.split"):
+            load(tmp_path / source, plain, split="nope")
+
+
+def test_a_reasoning_gym_task_is_the_same_for_the_same_seed(plain: PolicyTokenizer) -> None:
+    def questions(seed: int) -> list[str]:
+        config = DataConfig(
+            source="reasoning_gym:leg_counting", size=4, seed=seed, args={"min_animals": 1, "max_animals": 3}
+        )
+        tokenizer = plain
+        return [p.record["question"] for p in load_prompts(config, tokenizer, max_prompt_tokens=1000).prompts]
+
+    assert len(questions(1)) == 4 and questions(1) == questions(1) != questions(2)
+
+
+def test_a_function_gets_its_args_and_seed_and_size(plain: PolicyTokenizer) -> None:
+    prompts = load(f"{__name__}:generate", plain, args={"count": 5}, seed=9, size=3).prompts
+    assert [p.text for p in prompts] == ["0 9 3", "1 9 3", "2 9 3"]
+    assert [p.answer for p in prompts] == ["0", "1", "2"]
+
+
+def test_size_limits_a_file(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    assert len(load(write_jsonl(tmp_path / "a.jsonl", ROWS), plain, size=2).prompts) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"question": "x", "answer": "y"}',
+            r'line 2: field "prompt" is missing \(found: question, answer\); set data.prompt_key',
+        ),
+        ('{"prompt": "x"}', r'line 2: field "answer" is missing \(found: prompt\); set data.answer_key'),
+        (
+            '{"prompt": 3, "answer": "y"}',
+            r'line 2: field "prompt" must be a string or a list of chat messages, found int',
+        ),
+        ('{"prompt": [{"role": "user", "content": "x"}], "answer": "y"}', "line 2: .* holds chat messages"),
+        ('{"prompt": "", "answer": "y"}', "line 2: the prompt is empty"),
+        ('{"prompt": "x", ', "line 2: not valid JSON"),
+        ("[1, 2]", "line 2: expected a JSON object, found list"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_line(
+    tmp_path: Path, plain: PolicyTokenizer, line: str, message: str
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=message) as error:
+        load(file, plain)
+    assert str(file) in str(error.value)
+
+
+def test_bytes_that_are_no_utf8_are_named(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "1"}\n')
+    with pytest.raises(DataError, match="line 1: not valid JSON"):
+        load(tmp_path / "a.jsonl", plain)
+
+
+def test_missing_empty_and_unknown_sources_are_refused(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "x.csv").touch()
+    (tmp_path / "broken.parquet").write_bytes(b"nonsense")
+    for source, message in [
+        (tmp_path / "none.jsonl", "does not exist"),
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path / "empty.jsonl", "holds no usable prompt: there are no records"),
+        (tmp_path / "dir", "holds no saved dataset"),
+        (tmp_path / "x.csv", "is neither .jsonl nor .parquet"),
+        (tmp_path / "broken.parquet", "cannot be read as parquet"),
+        ("reasoning_gym:leg_count", "did you mean leg_counting"),
+        ("no.such.module:f", "module 'no.such.module' does not import"),
+        (f"{__name__}:nothing", "has no 'nothing'"),
+        (f"{__name__}:ROWS", "is not a function but list"),
+        (f"{__name__}:broken", r"failed after 1 records \(KeyError: 'oops'\)"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            load(source, plain)
+    with pytest.raises(ConfigError, match=r"data\.source is not set"):
+        load("", plain)
+    with pytest.raises(DataError, match="refused"):
+        load("reasoning_gym:leg_counting", plain, args={"no_such_argument": 1})
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "x" * 20, "answer": ""}])
+    kept = load(file, plain, limit=19)
+    assert len(kept.prompts) == 1 and kept.dropped_overlong == 1
+    assert load(file, plain, limit=20).dropped_overlong == 0
+    with pytest.raises(DataError, match=r"line 2: 20 tokens, and at most 19"):
+        load(file, plain, limit=19, overlong="error")
+    with pytest.raises(DataError, match=r"all 2 prompts are longer than 3 tokens"):
+        load(file, plain, limit=3)
+
+
+def test_chat_rendering_adds_the_system_prompt_and_takes_messages(tmp_path: Path, chat: PolicyTokenizer) -> None:
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": "2"}, {"prompt": turns, "answer": "4"}])
+    texts = [p.text for p in load(file, chat, system_prompt="add").prompts]
+    assert texts == ["s=add\nu=1+1\na=", "s=add\nu=1\na=2\nu=3\na="]
+    assert [p.text for p in load(write_jsonl(tmp_path / "b.jsonl", ROWS[:1]), chat, chat_template=False).prompts] == [
+        "0+1=?"
+    ]
+
+
+def test_a_system_prompt_without_a_template_is_refused(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    with pytest.raises(ConfigError, match="system_prompt is set, but prompts are rendered as plain text"):
+        load(write_jsonl(tmp_path / "a.jsonl", ROWS), plain, system_prompt="add")
+
+
+def test_bos_is_added_to_plain_text_only(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path, bos=True, chat_template="<bos>" + CHAT_TEMPLATE))
+    file = write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    for chat_template in (True, False):
+        (prompt,) = load(file, tokenizer, chat_template=chat_template).prompts
+        assert list(prompt.token_ids[:2]).count(1) == 1

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.sample import Prompt
+from asyncrl.errors import DataError
+
+
+def prompts(count: int, prefix: str = "p") -> list[Prompt]:
+    return [Prompt(f"{prefix}:{i}", str(i), np.array([i], np.int32)) for i in range(count)]
+
+
+def drawn(stream: PromptStream, count: int) -> list[str]:
+    return [stream.draw().prompt.prompt_id for _ in range(count)]
+
+
+@given(size=st.integers(1, 40), epochs=st.integers(1, 4), seed=st.integers(0, 2**70), shuffle=st.booleans())
+def test_each_epoch_draws_every_prompt_once(size: int, epochs: int, seed: int, shuffle: bool) -> None:
+    stream = PromptStream(prompts(size), seed=seed, shuffle=shuffle)
+    draws = [stream.draw() for _ in range(size * epochs)]
+    assert [d.ordinal for d in draws] == list(range(size * epochs))
+    for epoch in range(epochs):
+        ids = Counter(d.prompt.prompt_id for d in draws if d.epoch == epoch)
+        assert ids == Counter(p.prompt_id for p in prompts(size))
+
+
+@given(size=st.integers(1, 30), before=st.integers(0, 70), after=st.integers(1, 70), seed=st.integers(0, 5))
+def test_a_restored_stream_continues_as_if_it_had_never_stopped(size: int, before: int, after: int, seed: int) -> None:
+    stream = PromptStream(prompts(size), seed=seed, shuffle=True)
+    drawn(stream, before)
+    state = json.loads(json.dumps(stream.state()))
+    resumed = PromptStream(prompts(size), seed=seed, shuffle=True)
+    resumed.restore(state)
+    assert [resumed.draw().ordinal for _ in range(1)] == [before]
+    resumed.restore(state)
+    assert drawn(resumed, after) == drawn(stream, after)
+
+
+def test_epochs_and_seeds_differ_in_order_and_are_fixed_for_ever() -> None:
+    stream = PromptStream(prompts(8), seed=0, shuffle=True)
+    first, second = drawn(stream, 8), drawn(stream, 8)
+    assert first != second != [p.prompt_id for p in prompts(8)]
+    assert first == ["p:3", "p:2", "p:1", "p:6", "p:0", "p:7", "p:4", "p:5"], "a resume on another machine relies on it"
+    assert drawn(PromptStream(prompts(8), seed=1, shuffle=True), 8) != first
+
+
+@pytest.mark.parametrize("other", [{"size": 5}, {"seed": 1}, {"shuffle": False}, {"prefix": "q"}])
+def test_a_cursor_of_other_data_is_refused(other: dict[str, object]) -> None:
+    def stream(size: int = 4, seed: int = 0, shuffle: bool = True, prefix: str = "p") -> PromptStream:
+        return PromptStream(prompts(size, prefix), seed=seed, shuffle=shuffle)
+
+    with pytest.raises(DataError, match="does not fit"):
+        stream(**other).restore(stream().state())  # type: ignore[arg-type]
+
+
+def test_rollouts_per_epoch_are_whole_batches() -> None:
+    stream = PromptStream(prompts(10), seed=0, shuffle=False)
+    assert stream.num_rollouts_per_epoch(3) == 3
+    with pytest.raises(DataError, match="do not fill one batch"):
+        stream.num_rollouts_per_epoch(11)

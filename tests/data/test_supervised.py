@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config.data import DataConfig
+from asyncrl.config.training import WarmupConfig
+from asyncrl.data.supervised import SupervisedStream, load_supervised
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.errors import DataError, ModelError
+from tests.tiny_policy import write_policy
+
+
+def load(path: Path, rows: list[dict[str, object]], context: int = 32, **model: object) -> SupervisedStream:
+    tokenizer = PolicyTokenizer.load(write_policy(path / "m", **model))  # type: ignore[arg-type]
+    (path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warmup = WarmupConfig(source=str(path / "sft.jsonl"), batch_size=3)
+    return load_supervised(warmup, DataConfig(), tokenizer, context_length=context)
+
+
+def test_a_batch_holds_prompt_response_and_end_token(tmp_path: Path) -> None:
+    batch = load(tmp_path, [{"prompt": "1+1=", "response": "2"}]).next_batch(5)
+    assert batch.rollout_id == 5 and batch.num_samples == 3
+    assert batch.sequence_lengths.tolist() == [6] * 3 and batch.prompt_lengths.tolist() == [4] * 3
+    assert batch.tokens.reshape(3, 6)[:, -1].tolist() == [2] * 3
+    assert torch.equal(batch.rewards, torch.ones(3)) and torch.equal(batch.logprobs, torch.zeros(6))
+    assert batch.loss_mask.all() and not batch.truncated.any() and batch.temperature == 1.0
+    assert len(set(batch.sample_ids)) == len(set(batch.group_ids)) == 3
+
+
+def test_batches_go_through_all_examples_and_are_the_same_in_every_run(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": str(i), "response": "x" * (i + 1)} for i in range(6)]
+    first, second = load(tmp_path, rows), load(tmp_path, rows)
+    lengths = [tuple(first.next_batch(step).response_lengths.tolist()) for step in range(4)]
+    assert lengths == [tuple(second.next_batch(step).response_lengths.tolist()) for step in range(4)]
+    assert sorted(lengths[0] + lengths[1]) == sorted(lengths[2] + lengths[3]) == [2, 3, 4, 5, 6, 7]
+
+
+def test_defects_of_warmup_data_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r'warmup: .*line 1: field "response" is missing \(found: prompt\); set warmup.response_key'
+    ):
+        load(tmp_path, [{"prompt": "1"}])
+    with pytest.raises(DataError, match='field "response" must be a string, found int'):
+        load(tmp_path, [{"prompt": "1", "response": 3}])
+    with pytest.raises(DataError, match="all 1 examples are over 5 tokens"):
+        load(tmp_path, [{"prompt": "1", "response": "x" * 5}], context=5)
+    with pytest.raises(ModelError, match="names no end token"):
+        load(tmp_path, [{"prompt": "1", "response": "x"}], vocab_size=2)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.errors import ConfigError, DataError, ModelError
+from tests.tiny_policy import CHAT_TEMPLATE, write_policy
+
+
+def test_end_tokens_of_tokenizer_generation_config_and_config_become_one_set(tmp_path: Path) -> None:
+    write_policy(tmp_path, config={"eos_token_id": 0}, generation_config={"eos_token_id": [3, 2]})
+    tokenizer = PolicyTokenizer.load(tmp_path)
+    assert tokenizer.stop_token_ids == (0, 2, 3)
+    assert tokenizer.eos_token_id == 2, "the tokenizer's own end token is what supervised responses end with"
+
+
+def test_an_end_token_that_the_model_cannot_sample_is_left_out(tmp_path: Path) -> None:
+    write_policy(tmp_path, generation_config={"eos_token_id": [2, 64, 99999]})
+    assert PolicyTokenizer.load(tmp_path).stop_token_ids == (2,)
+
+
+def test_encoding_round_trips_and_keeps_newlines(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path))
+    text = "1+2=?\nab"
+    (ids,) = tokenizer.encode([text], add_special_tokens=True)
+    assert ids.dtype == np.int32 and len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_an_id_outside_the_models_vocabulary_names_both_sizes(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path, vocab_size=20))
+    with pytest.raises(DataError, match=r"vocab_size is 20: tokenizer and model do not belong together"):
+        tokenizer.encode(["xyz"], add_special_tokens=False)
+
+
+def test_a_stop_string_must_be_one_token(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path))
+    assert tokenizer.stop_ids(["\n", "<|end|>"]) == (tokenizer.encode(["\n"], add_special_tokens=False)[0][0], 3)
+    with pytest.raises(ConfigError, match=r"rollout.stop: 'ab' is 2 tokens"):
+        tokenizer.stop_ids(["ab"])
+
+
+def test_a_missing_or_damaged_model_directory_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a directory"):
+        PolicyTokenizer.load(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        PolicyTokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 10, "max_position_embeddings": 10, "model_type": "qwen3"}')
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        PolicyTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="no tokenizer could be loaded"):
+        PolicyTokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        PolicyTokenizer.load(tmp_path)
+
+
+def test_chat_template_is_used_when_there_is_one_and_refused_when_there_is_none(tmp_path: Path) -> None:
+    plain = PolicyTokenizer.load(write_policy(tmp_path / "plain"))
+    chat = PolicyTokenizer.load(write_policy(tmp_path / "chat", chat_template=CHAT_TEMPLATE))
+    assert chat.uses_chat_template("auto") and not plain.uses_chat_template("auto")
+    assert not chat.uses_chat_template(False)
+    assert chat.render_chat([{"role": "user", "content": "1+1"}]) == "u=1+1\na="
+    with pytest.raises(ConfigError, match="has no chat template"):
+        plain.uses_chat_template(True)

@@ -1,0 +1,113 @@
+"""Rewards of a user, good and bad, for the tests of how they are run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+from asyncrl.data.sample import Prompt, Sample
+
+
+def good(sample: Sample, prompt: Prompt, *, bonus: float = 0.0) -> float:
+    return float(sample.text == prompt.answer) + bonus
+
+
+async def good_async(sample: Sample, prompt: Prompt, *, bonus: float = 0.0) -> float:
+    await anyio.lowlevel.checkpoint()
+    return good(sample, prompt, bonus=bonus)
+
+
+partly_bound = partial(good_async, bonus=2.0)
+
+
+def raises(sample: Sample, prompt: Prompt) -> float:
+    raise ValueError("no idea")
+
+
+async def raises_async(sample: Sample, prompt: Prompt) -> float:
+    raise TimeoutError("mine")
+
+
+def endless(sample: Sample, prompt: Prompt) -> float:
+    while True:
+        pass
+
+
+async def endless_async(sample: Sample, prompt: Prompt) -> float:
+    await anyio.sleep_forever()
+    return 0.0
+
+
+def stubborn(sample: Sample, prompt: Prompt) -> float:
+    """Ignores every signal that can be ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+
+def dies(sample: Sample, prompt: Prompt) -> float:
+    os._exit(7)
+
+
+def exits(sample: Sample, prompt: Prompt) -> float:
+    raise SystemExit(3)
+
+
+def in_main_thread(sample: Sample, prompt: Prompt) -> float:
+    """SIGALRM, which math libraries use for their time limits, works in the main thread only."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    return float(threading.current_thread() is threading.main_thread())
+
+
+def by_text(sample: Sample, prompt: Prompt) -> float:
+    """Does what the response says."""
+    return {"hang": endless, "die": dies, "raise": raises}.get(sample.text, good)(sample, prompt)
+
+
+def returns(sample: Sample, prompt: Prompt, *, what: str) -> Any:
+    values: dict[str, Any] = {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "none": None,
+        "text": "1.0",
+        "list": [1.0],
+        "true": True,
+        "float32": np.float32(0.5),
+        "scalar": np.array(0.25),
+        "coroutine": good_async(sample, prompt),
+    }
+    if what != "coroutine":
+        values["coroutine"].close()
+    return values[what]
+
+
+def sees(sample: Sample, prompt: Prompt) -> float:
+    """1 when everything arrived as it was sent by `test_rewards.sample_of`."""
+    return float(
+        sample.output_ids.tolist() == [4, 5]
+        and sample.output_ids.dtype == np.int32
+        and np.allclose(sample.logprobs, [-0.5, -1.5])
+        and sample.versions[0].version == "0.1"
+        and prompt.prompt_id == "p:0"
+        and prompt.token_ids.tolist() == [1, 2, 3]
+        and prompt.record == {"nested": {"list": [1, None, "x"]}}
+    )
+
+
+def loops_in_math(sample: Sample, prompt: Prompt) -> float:
+    """What a pathological answer does to a symbolic checker."""
+    return float(len(str(9**9**8)))
+
+
+def where(sample: Sample, prompt: Prompt, *, file: str) -> float:
+    """Leaves its process id, so that a test can look for it."""
+    Path(file).write_text(str(os.getpid()))
+    return 1.0

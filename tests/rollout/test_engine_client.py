@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import msgspec
+import pytest
+from blockbuster import blockbuster_ctx
+
+from asyncrl.observability.waits import WAITS
+from asyncrl.rollout.engine_client import EngineClient, GenerationFailed
+from asyncrl.rollout.events import RequestFailed
+from asyncrl.rollout.retry import FailureKind, RetryPolicy
+from asyncrl.rollout.wire import Generation
+from tests.scripted_engine import Action, Fault, ScriptedEngine, scripted_engine
+
+PROMPT = msgspec.Raw(b"[1,2]")
+SAMPLING = msgspec.Raw(b"{}")
+
+
+@asynccontextmanager
+async def client_of(
+    url: str,
+    *,
+    retries: int = 2,
+    timeout_s: float = 5.0,
+    concurrency: int = 8,
+    on_failure: Callable[[RequestFailed], None] | None = None,
+) -> AsyncIterator[EngineClient]:
+    client = EngineClient(
+        url,
+        vocab_size=64,
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        policy=RetryPolicy(retries=retries, patience_s=5.0, first_delay_s=0.001),
+        on_failure=on_failure,
+    )
+    with blockbuster_ctx("asyncrl"):
+        async with client:
+            yield client
+
+
+def failing_first(fault: Fault | None, times: int, status: int = 500) -> ScriptedEngine:
+    def script(request: dict[str, object], number: int) -> Action:
+        return Action(fault=fault, status=status) if number < times else Action()
+
+    return ScriptedEngine(script=script)
+
+
+async def generate(client: EngineClient, sample_id: str = "00000000.000") -> Generation:
+    return await client.generate(sample_id, PROMPT, SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("status", FailureKind.SERVER_ERROR),
+        ("drop", FailureKind.DISCONNECTED),
+        ("truncate", FailureKind.DISCONNECTED),
+        ("garbage", FailureKind.MALFORMED),
+        ("abort", FailureKind.ABORTED),
+    ],
+)
+async def test_a_fault_that_passes_costs_attempts_but_not_the_sample(fault: Fault, kind: FailureKind) -> None:
+    heard: list[RequestFailed] = []
+    async with (
+        scripted_engine(failing_first(fault, 2).script) as engine,
+        client_of(engine.url, on_failure=heard.append) as client,
+    ):
+        generation = await generate(client)
+        assert generation.output_ids.tolist() == [1, 2, 3]
+        assert [(f.attempt, f.failure, f.retried) for f in heard] == [(0, kind, True), (1, kind, True)]
+        assert client.statistics().failed_attempts == {kind: 2}
+        rids = [str(request["rid"]) for request in engine.requests]
+        assert len(set(rids)) == 3 and len({len(rid) for rid in rids}) == 1
+        assert all(rid.split("-", 1)[1].startswith("00000000.000.") for rid in rids)
+
+
+async def test_a_fault_that_stays_fails_the_sample_with_its_reason() -> None:
+    heard: list[RequestFailed] = []
+    async with (
+        scripted_engine(failing_first("status", 99).script) as engine,
+        client_of(engine.url, on_failure=heard.append) as client,
+    ):
+        with pytest.raises(GenerationFailed, match=r"server_error: HTTP 500: scripted \(attempt 3, the last\)"):
+            await generate(client)
+        assert [f.retried for f in heard] == [True, True, False]
+        assert client.statistics().failed == 1 and client.statistics().in_flight == 0
+
+
+@pytest.mark.parametrize("fault", ["status", "refuse"])
+async def test_what_the_engine_refuses_is_not_sent_again(fault: Fault) -> None:
+    async with scripted_engine(failing_first(fault, 99, status=400).script) as engine, client_of(engine.url) as client:
+        with pytest.raises(GenerationFailed, match="refused"):
+            await generate(client)
+        assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_fleet_is_waited_out_beyond_the_retries(status: int) -> None:
+    async with (
+        scripted_engine(failing_first("status", 6, status).script) as engine,
+        client_of(engine.url, retries=0) as client,
+    ):
+        assert (await generate(client)).text == "yes"
+        assert client.statistics().failed_attempts == {FailureKind.BUSY: 6}
+
+
+async def test_a_router_that_is_not_there_yet_is_waited_for() -> None:
+    async with scripted_engine() as gone:
+        url = gone.url
+    failed = anyio.Event()
+    async with client_of(url, retries=0, on_failure=lambda failure: failed.set()) as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate, client)
+            await failed.wait()
+            async with scripted_engine(port=int(url.rsplit(":", 1)[1])) as engine:
+                await engine.until(lambda e: len(e.requests) == 1 and e.in_flight == 0)
+        assert client.statistics().completed == 1
+        assert set(client.statistics().failed_attempts) == {FailureKind.UNREACHABLE}
+
+
+async def test_a_swallowed_response_is_issued_again_after_its_deadline() -> None:
+    async with (
+        scripted_engine(failing_first("hang", 1).script) as engine,
+        client_of(engine.url, timeout_s=0.2) as client,
+    ):
+        assert (await generate(client)).text == "yes"
+        assert client.statistics().failed_attempts == {FailureKind.TIMED_OUT: 1}
+        await engine.until(lambda e: e.disconnected == 1)  # the engine hears of it, and frees the request
+
+
+async def test_a_wait_can_be_named_while_it_lasts() -> None:
+    async with scripted_engine(failing_first("hang", 1).script) as engine, client_of(engine.url) as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate, client)
+            await engine.until(lambda e: e.in_flight > 0)
+            (wait,) = WAITS.snapshot()
+            assert wait.what == "response" and wait.subject == engine.requests[0]["rid"] and wait.deadline_s == 5
+            tasks.cancel_scope.cancel()
+        assert WAITS.snapshot() == ()
+
+
+async def test_cancelling_leaves_nothing_in_flight() -> None:
+    async with scripted_engine(failing_first("hang", 99).script) as engine, client_of(engine.url) as client:
+        async with anyio.create_task_group() as tasks:
+            for index in range(8):
+                tasks.start_soon(generate, client, f"00000000.{index:03d}")
+            await engine.until(lambda e: e.in_flight == 8)
+            tasks.cancel_scope.cancel()
+        assert client.statistics().in_flight == 0
+        await engine.until(lambda e: e.in_flight == 0)
+
+
+async def test_no_id_is_used_by_two_clients() -> None:
+    async with scripted_engine() as engine, client_of(engine.url) as one, client_of(engine.url) as other:
+        await generate(one)
+        await generate(other)
+        assert engine.requests[0]["rid"] != engine.requests[1]["rid"]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncrl.errors import RolloutError
+from asyncrl.rollout.ledger import GroupState, Ledger, LedgerError
+
+
+class LedgerModel(RuleBasedStateMachine):
+    """Any order of legal transitions keeps every group in exactly one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.admitted = 0
+        self.ended: list[str] = []
+        self.rollouts = 0
+        self.delivered: dict[int, tuple[str, ...]] = {}
+
+    def pick(self, data: st.DataObject, state: GroupState) -> str:
+        return data.draw(st.sampled_from(self.ledger.live_groups(state)))
+
+    @rule()
+    def admit(self) -> None:
+        self.ledger.admit(f"{self.admitted:08d}", "p", 0)
+        self.admitted += 1
+
+    @precondition(lambda self: self.ledger.live_groups(GroupState.ADMITTED))
+    @rule(data=st.data())
+    def run(self, data: st.DataObject) -> None:
+        self.ledger.run(self.pick(data, GroupState.ADMITTED))
+
+    @precondition(lambda self: self.ledger.live_groups(GroupState.RUNNING))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.ledger.finish(self.pick(data, GroupState.RUNNING), 2, 0)
+
+    @precondition(lambda self: self.ledger.live_groups(GroupState.FINISHED))
+    @rule(data=st.data(), how=st.sampled_from(["drop", "filter"]))
+    def leave(self, data: st.DataObject, how: str) -> None:
+        group = self.pick(data, GroupState.FINISHED)
+        getattr(self.ledger, how)(group, "reason")
+        self.ended.append(group)
+
+    @rule()
+    def deliver(self) -> None:
+        groups = self.ledger.live_groups(GroupState.FINISHED)
+        self.delivered[self.rollouts] = self.ledger.deliver(self.rollouts, groups).group_ids
+        self.rollouts += 1
+
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        rollout = data.draw(st.sampled_from(sorted(self.delivered)))
+        groups = self.delivered.pop(rollout)
+        assert self.ledger.commit(rollout).group_ids == groups
+        self.ended += groups
+
+    @invariant()
+    def every_group_is_in_one_place(self) -> None:
+        counts = self.ledger.counts()
+        assert sum(counts.values()) == self.admitted
+        assert self.ledger.live == self.admitted - len(self.ended)
+        assert len(set(self.ended)) == len(self.ended)
+
+
+TestLedgerModel = LedgerModel.TestCase
+TestLedgerModel.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+def finished(ledger: Ledger, group_id: str) -> None:
+    ledger.admit(group_id, "p", 0)
+    ledger.run(group_id)
+    ledger.finish(group_id, 1, 0)
+
+
+def test_get_and_commit_out_of_order_are_errors_that_say_so() -> None:
+    ledger = Ledger()
+    with pytest.raises(RolloutError, match="rollout 0 was never delivered"):
+        ledger.commit(0)
+    finished(ledger, "a")
+    ledger.deliver(0, ["a"])
+    with pytest.raises(RolloutError, match="rollout 0 was already delivered"):
+        ledger.deliver(0, [])
+    ledger.commit(0)
+    with pytest.raises(RolloutError, match="rollout 0 was already committed"):
+        ledger.commit(0)
+    with pytest.raises(RolloutError, match="rollout 0 was already committed"):
+        ledger.check_deliverable(0)
+
+
+def test_no_group_ends_twice_or_skips_a_state() -> None:
+    ledger = Ledger()
+    finished(ledger, "a")
+    with pytest.raises(LedgerError, match="already finished"):
+        ledger.admit("a", "p", 0)
+    ledger.deliver(0, ["a"])
+    for move in (lambda: ledger.drop("a", ""), lambda: ledger.filter("a", ""), lambda: ledger.run("a")):
+        with pytest.raises(LedgerError, match="group a is delivered"):
+            move()
+    ledger.commit(0)
+    with pytest.raises(LedgerError, match="group a is not live"):
+        ledger.drop("a", "")
+    ledger.admit("b", "p", 0)
+    with pytest.raises(LedgerError, match="group b is admitted, not finished"):
+        ledger.deliver(1, ["b"])

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from blockbuster import blockbuster_ctx
+
+from asyncrl.config.rollout import RewardConfig
+from asyncrl.data.sample import Prompt, Sample, VersionSpan
+from asyncrl.errors import RewardError
+from asyncrl.host import EngineHost
+from asyncrl.rollout.rewards.registry import Runs, resolve_reward
+from asyncrl.rollout.rewards.scorer import Scorer
+
+MODULE = "tests.rollout.reward_functions"
+
+
+def sample_of(
+    text: str = "yes", answer: str | None = "yes", record: dict[str, Any] | None = None
+) -> tuple[Sample, Prompt]:
+    prompt = Prompt("p:0", "prompt", np.array([1, 2, 3], np.int32), answer, record or {})
+    sample = Sample(
+        sample_id="00000000.000",
+        group_id="00000000",
+        prompt_ids=prompt.token_ids,
+        output_ids=np.array([4, 5], np.int32),
+        logprobs=np.array([-0.5, -1.5], np.float32),
+        finish_reason="stop",
+        versions=(VersionSpan("0.1", 0, 2),),
+        text=text,
+    )
+    return sample, prompt
+
+
+@asynccontextmanager
+async def scorer_of(
+    function: str,
+    log_dir: Path,
+    *,
+    host: EngineHost | None = None,
+    timeout_s: float = 20.0,
+    workers: int = 1,
+    **args: Any,
+) -> AsyncIterator[Scorer]:
+    name = (
+        function
+        if function.isidentifier() and not hasattr(sys.modules.get(MODULE), function)
+        else f"{MODULE}:{function}"
+    )
+    config = RewardConfig(function=name, args=args, timeout_s=timeout_s, workers=workers if host is not None else 0)
+    scorer = Scorer(resolve_reward(config.function, config.args), config, host=host, log_dir=log_dir)
+    async with anyio.create_task_group() as tasks:
+        try:
+            with blockbuster_ctx("asyncrl") as guard:
+                guard.functions["os.stat"].can_block_in("anyio/_core/_sockets.py", "setup_unix_local_socket")
+                await scorer.start(tasks)
+                yield scorer
+        finally:
+            await scorer.aclose()
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[EngineHost]:
+    async with EngineHost.start(tmp_path) as running:
+        yield running
+
+
+# names and arguments
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RewardError, match="did you mean 'exact_match'"):
+        resolve_reward("exact_mach", {})
+    with pytest.raises(RewardError, match="known are exact_match, length, math_verify, reasoning_gym"):
+        resolve_reward("zzz", {})
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no.such:f", "module 'no.such' does not import"),
+        (f"{MODULE}:nothing", "has no 'nothing'"),
+        (f"{MODULE}:", "is not of the form package.module:function"),
+        (f"{MODULE}:os", "is not a function but module"),
+    ],
+)
+def test_a_path_that_does_not_import_is_one_clear_error(path: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        resolve_reward(path, {})
+
+
+def test_a_module_next_to_the_recipe_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_reward_beside.py").write_text("def f(sample, prompt):\n    return 1\n")
+    (tmp_path / "my_broken_reward.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert resolve_reward("my_reward_beside:f", {}).runs is Runs.WORKER
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        resolve_reward("my_broken_reward:f", {})
+
+
+def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None:
+    with pytest.raises(RewardError, match=r"reward.args: length is called as \(sample, prompt, \*\*args\).*'target'"):
+        resolve_reward("length", {})
+    with pytest.raises(RewardError, match="unexpected keyword argument 'bonsu'"):
+        resolve_reward(f"{MODULE}:good", {"bonsu": 1})
+
+
+def test_async_functions_are_recognised_and_run_in_the_loop() -> None:
+    assert resolve_reward(f"{MODULE}:good_async", {}).runs is Runs.LOOP
+    assert resolve_reward(f"{MODULE}:partly_bound", {}).runs is Runs.LOOP
+    assert resolve_reward(f"{MODULE}:good", {}).runs is Runs.WORKER
+
+
+# the rewards that come with the project
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "reward"),
+    [({}, " yes\n", 1.0), ({}, "Yes", 0.0), ({"ignore_case": True}, "YES", 1.0), ({"strip": False}, "yes ", 0.0)],
+)
+def test_exact_match(args: dict[str, Any], text: str, reward: float) -> None:
+    assert resolve_reward("exact_match", args).call(*sample_of(text)) == reward
+
+
+def test_length_falls_off_on_both_sides() -> None:
+    assert [resolve_reward("length", {"target": t}).call(*sample_of()) for t in (2, 4, 1)] == [1.0, 0.5, 0.0]
+
+
+def test_math_verify_compares_symbolically_and_rejects_unreadable_answers() -> None:
+    reward = resolve_reward("math_verify", {}).call
+    assert reward(*sample_of(r"so it is $\frac{2}{4}$", "0.5")) == 1.0
+    assert reward(*sample_of("it is 3", "4")) == 0.0
+    assert reward(*sample_of("gibberish without a number", "4")) == 0.0
+    with pytest.raises(ValueError, match="cannot read the reference answer"):
+        reward(*sample_of("4", ""))
+
+
+def test_reasoning_gym_scores_by_the_entrys_own_task() -> None:
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
+    reward = resolve_reward("reasoning_gym", {}).call
+    tagged = resolve_reward("reasoning_gym", {"answer_tag": "answer"}).call
+    assert reward(*sample_of(entry["answer"], record=entry)) == 1.0
+    assert reward(*sample_of("wrong", record=entry)) < 0.5
+    assert tagged(*sample_of(f"hm <answer>{entry['answer']}</answer>", record=entry)) == 1.0
+    with pytest.raises(ValueError, match="names no reasoning_gym task"):
+        reward(*sample_of())
+
+
+async def test_a_missing_reference_answer_is_a_failure_and_no_zero(tmp_path: Path) -> None:
+    async with scorer_of("exact_match", tmp_path) as scorer:
+        score = await scorer.score(*sample_of(answer=None))
+        assert score.reward is None and "set data.answer_key" in str(score.failure)
+        assert scorer.failures.total() == 1
+
+
+# what functions may do, wherever they run
+
+
+@pytest.mark.parametrize(
+    ("what", "reward", "failure"),
+    [
+        ("true", 1.0, None),
+        ("float32", 0.5, None),
+        ("scalar", 0.25, None),
+        ("nan", None, "the reward is nan"),
+        ("inf", None, "the reward is inf"),
+        ("none", None, "returned NoneType, not a number"),
+        ("text", None, "returned str, not a number"),
+        ("list", None, "returned list, not a number"),
+        ("coroutine", None, "returned a coroutine; declare it with `async def`"),
+    ],
+)
+async def test_only_finite_numbers_are_rewards(
+    tmp_path: Path, what: str, reward: float | None, failure: str | None
+) -> None:
+    async with scorer_of("returns", tmp_path, what=what) as scorer:
+        score = await scorer.score(*sample_of())
+        assert score.reward == reward
+        assert failure is None if score.failure is None else failure is not None and failure in score.failure
+
+
+async def test_an_async_function_runs_under_a_deadline(tmp_path: Path) -> None:
+    async with scorer_of("good_async", tmp_path, bonus=0.5) as scorer:
+        assert (await scorer.score(*sample_of())).reward == 1.5
+    async with scorer_of("endless_async", tmp_path, timeout_s=0.05) as scorer:
+        assert (await scorer.score(*sample_of())).failure == "the reward took longer than 0.05 s and was ended"
+    async with scorer_of("raises_async", tmp_path) as scorer:
+        assert str((await scorer.score(*sample_of())).failure).startswith("TimeoutError: mine (")
+
+
+async def test_without_workers_a_sync_function_runs_here(tmp_path: Path) -> None:
+    async with scorer_of("where", tmp_path, file=str(tmp_path / "pid")) as scorer:
+        assert (await scorer.score(*sample_of())).reward == 1.0
+        assert (tmp_path / "pid").read_text() == str(os.getpid())
+
+
+# workers
+
+
+async def test_a_worker_scores_in_its_own_main_thread_and_sees_everything(tmp_path: Path, host: EngineHost) -> None:
+    record = {"nested": {"list": [1, None, "x"]}}
+    async with scorer_of("sees", tmp_path, host=host) as scorer:
+        assert (await scorer.score(*sample_of(record=record))).reward == 1.0
+        unsendable = await scorer.score(*sample_of(record={"x": object()}))
+        assert "a record field of type object cannot be sent" in str(unsendable.failure)
+        assert (await scorer.score(*sample_of(record=record))).reward == 1.0
+    async with scorer_of("in_main_thread", tmp_path, host=host) as scorer:
+        assert (await scorer.score(*sample_of())).reward == 1.0
+
+
+async def test_a_hanging_dying_or_raising_call_fails_its_own_sample_only(tmp_path: Path, host: EngineHost) -> None:
+    texts = ["yes", "hang", "yes", "die", "no", "raise", "yes"]
+    scores: dict[int, Any] = {}
+    async with scorer_of("by_text", tmp_path, host=host, timeout_s=1.0) as scorer:
+
+        async def one(index: int) -> None:
+            scores[index] = await scorer.score(*sample_of(texts[index]))
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(texts)):
+                tasks.start_soon(one, index)
+        assert [scores[i].reward for i in range(7)] == [1.0, None, 1.0, None, 0.0, None, 1.0]
+        assert scores[1].failure == "the reward took longer than 1 s and was ended"
+        assert scores[3].failure == "the reward worker died (exit code 7)"
+        assert scores[5].failure.startswith("ValueError: no idea (") and "reward_functions.py" in scores[5].failure
+
+
+@pytest.mark.parametrize("function", ["stubborn", "loops_in_math"])
+async def test_a_call_that_no_signal_reaches_is_ended_too(tmp_path: Path, host: EngineHost, function: str) -> None:
+    with anyio.fail_after(30):
+        async with scorer_of(function, tmp_path, host=host, timeout_s=0.3) as scorer:
+            assert "longer than 0.3 s" in str((await scorer.score(*sample_of())).failure)
+
+
+async def test_closing_the_pool_ends_its_processes_and_answers_who_waits(tmp_path: Path, host: EngineHost) -> None:
+    config = RewardConfig(function=f"{MODULE}:endless", timeout_s=60)
+    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
+    failures: list[str | None] = []
+
+    async def one() -> None:
+        failures.append((await scorer.score(*sample_of())).failure)
+
+    async with anyio.create_task_group() as tasks:
+        await scorer.start(tasks)
+        for _ in range(3):
+            tasks.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(10):
+            await scorer.aclose()
+            await scorer.aclose()
+    assert failures == ["the reward workers were closed"] * 3
+    ended = await host.wait("reward-worker-0.0")
+    assert ended.requested
+
+
+async def test_a_cancelled_wait_does_not_disturb_the_worker(tmp_path: Path, host: EngineHost) -> None:
+    async with scorer_of("good", tmp_path, host=host) as scorer:
+        for _ in range(20):
+            with anyio.move_on_after(0):
+                await scorer.score(*sample_of("no"))
+            assert (await scorer.score(*sample_of())).reward == 1.0
+        assert scorer._pool is not None and scorer._pool.replaced == 0
+
+
+async def test_a_worker_that_cannot_import_what_the_driver_can_is_an_error_at_the_start(
+    tmp_path: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "reward_of_the_driver_only.py"
+    module.write_text(f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\ndef f(s, p): return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(function="reward_of_the_driver_only:f")
+    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(RewardError, match="OSError: not here"):
+            await scorer.start(tasks)
+        await scorer.aclose()
+
+
+async def test_a_worker_that_dies_while_importing_shows_its_last_words(
+    tmp_path: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "reward_that_exits.py"
+    last = "os.write(2, b'farewell'), os._exit(9)"
+    module.write_text(f"import os\nif os.getpid() != {os.getpid()}: {last}\ndef f(s, p): return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(function="reward_that_exits:f")
+    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(RewardError, match=r"(?s)exit code 9.*farewell"):
+            await scorer.start(tasks)
+        await scorer.aclose()
