@@ -27,6 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observability.metrics import OTHER, phase_name
 from asyncrl.observability.terminal import TerminalWriter
 from asyncrl.observability.text_plots import duration, sparkline, time_bar, time_legend, time_split_text
 from asyncrl.observability.waits import WAITS, Wait
@@ -121,11 +122,6 @@ class DisplayState:
         return max(0, self.total_steps - self.steps_done) * sum(self.step_seconds) / len(self.step_seconds)
 
 
-def _headline(phase: str) -> str:
-    """A phase without its count: `warm-up 40/200` is still the warm-up."""
-    return phase.rstrip("0123456789/ ")
-
-
 def progress_text(state: DisplayState) -> str:
     """`step 3/40`, `step 3`."""
     return f"step {state.steps_done}" + ("" if state.total_steps is None else f"/{state.total_steps}")
@@ -209,7 +205,7 @@ class _Drawn:
 
     def phase(self, name: str) -> None:
         with self._lock:
-            if _headline(name) != _headline(self._state.phase):
+            if phase_name(name) != phase_name(self._state.phase):
                 self._state = replace(self._state, phase_since=time.monotonic())
             self._state = replace(self._state, phase=name)
 
@@ -234,11 +230,13 @@ class PlainDisplay(_Drawn):
         self._writer = TerminalWriter(lambda: stream)
         self._quiet_s = quiet_s
         self._said = time.monotonic()
+        self._begun = ""
 
     def phase(self, name: str) -> None:
-        before = self._state
         super().phase(name)
-        if before.last is None and _headline(name) != _headline(before.phase):
+        begun = phase_name(name)
+        if self._state.last is None and begun not in (self._begun, OTHER):
+            self._begun = begun
             self.note(name)
 
     def step(self, report: StepReport) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import structlog
 
+from asyncrl.errors import RunDirectoryError
 from asyncrl.observability.line_file import LineFile, encode_line
 from asyncrl.observability.terminal import TerminalWriter
 
@@ -161,7 +162,10 @@ def logging_to(
     file = None
     if run_dir is not None:
         logs = run_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"{logs}: cannot be made ({error.strerror}); set run.dir") from error
         file = LineFile(logs / ("driver.jsonl" if rank == 0 else f"rank-{rank}.jsonl"))
     writer = TerminalWriter(lambda: stream or sys.stderr)
     color = (stream or sys.stderr).isatty() and "NO_COLOR" not in os.environ

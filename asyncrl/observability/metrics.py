@@ -73,6 +73,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     return (line for line in read_lines(path) if line.get("kind") != UNREADABLE)
 
 
+def phase_name(text: str) -> str:
+    """A phase without its count: `warm-up 40/200` is the phase `warm-up`."""
+    return text.rstrip("0123456789/ ")
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Where the wall time of a step, or of a whole run, went."""
@@ -92,8 +97,9 @@ class StepTimer:
         with timer.phase("generate"): ...      # may nest: the inner phase's time is not the outer's
         step_time = timer.finish_step()
 
-    Phases in use: startup, generate, train, publish, eval, other. `on_phase` (say, a display's `phase`) hears of
-    each change. Not for concurrent tasks: it times the one that drives the loop.
+    Phases in use: startup, warm-up, generate, train, publish, eval, other. A count at the end (`warm-up 40/200`) is
+    shown, not accounted apart. `on_phase` (say, a display's `phase`) hears of each change. Not for concurrent tasks:
+    it times the one that drives the loop.
     """
 
     def __init__(
@@ -134,7 +140,7 @@ class StepTimer:
     def _account(self) -> None:
         now = self._clock_ns()
         elapsed, self._mark = now - self._mark, now
-        name = self._stack[-1][1] if self._stack else OTHER
+        name = phase_name(self._stack[-1][1]) if self._stack else OTHER
         for account in (self._step_ns, self._total_ns):
             account[name] = account.get(name, 0) + elapsed
 

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -118,15 +119,15 @@ _TIMELINE: Mapping[str, _Wording] = {
     "evaluated": _Wording("evaluation", _evaluated),
     "trainer_ready": _Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
     "trainer_rank_failed": _Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
-    "host.started": _Wording("host", "started: pid {pid}"),
-    "host.ended": _Wording("host", _host_ended),
-    "process.exited": _Wording("{name}", _process_exited),
+    "host_started": _Wording("host", "started: pid {pid}"),
+    "host_ended": _Wording("host", _host_ended),
+    "process_exited": _Wording("{name}", _process_exited),
 }
 """Kinds that are told one by one; other known kinds are counted."""
 
 _COUNTED = frozenset(
     {
-        "process.spawned",
+        "process_spawned",
         "step_finished",
         "trainer_stepped",
         "group_admitted",
@@ -264,6 +265,11 @@ def read_report(run_dir: Path) -> RunReport:
         raise RunDirectoryError(f"{run_dir}: no {EVENTS_FILE} in it; give the directory of a run (run.dir)")
     metrics = run_dir / METRICS_FILE
     return build_report(read_events(events), read_metrics(metrics) if metrics.is_file() else ())
+
+
+def report(run_dir: Path, stream: TextIO | None = None) -> None:
+    """Prints what happened in a run; raises RunDirectoryError where there is no run in `run_dir`."""
+    print_report(read_report(run_dir), stream or sys.stdout)
 
 
 def print_report(report: RunReport, stream: TextIO, *, last: int = 200) -> None:

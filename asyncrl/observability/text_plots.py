@@ -11,6 +11,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 PHASE_COLORS: Mapping[str, str] = {
     "startup": "bright_black",
+    "warm-up": "blue",
     "generate": "cyan",
     "train": "magenta",
     "publish": "yellow",

@@ -52,13 +52,21 @@ class OverdueWaits:
         return overdue
 
 
-async def watch_stalls(registry: WaitRegistry = WAITS, *, interval_s: float = 1.0, min_age_s: float = 5.0) -> None:
-    """Logs a warning for each wait that has used half of its deadline; runs until cancelled."""
+async def watch_stalls(
+    registry: WaitRegistry = WAITS,
+    *,
+    events: EventLog | None = None,
+    interval_s: float = 1.0,
+    min_age_s: float = 5.0,
+) -> None:
+    """Logs a warning, and an event, for each wait that has used half of its deadline; runs until cancelled."""
     policy = OverdueWaits(min_age_s)
     while True:
         now = time.monotonic()
         for wait in policy.newly_overdue(registry.snapshot(), now):
             _log.warning(f"still waiting for {wait.describe(now)}")
+            if events is not None:
+                events.emit(FaultSeen(component=wait.subject, what=f"still waiting for {wait.describe(now)}"))
         await anyio.sleep(interval_s)
 
 
@@ -149,7 +157,7 @@ class LoopMonitor:
                 _log.warning(f"the event loop turns again after {beat - reported_beat:.1f} s")
                 reported_beat = 0.0
             # This thread was held up too, and hardly any CPU time went by: the whole process stood still, not the loop.
-            if gap_s - _LOOK_S >= self._threshold_s and used_s < gap_s / 2:
+            if gap_s - _LOOK_S >= self._threshold_s and used_s < gap_s / 10:
                 _log.warning(f"the process did not run for {gap_s:.1f} s: stopped, suspended, or starved of CPU")
                 continue
             late_s = now - beat

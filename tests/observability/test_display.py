@@ -116,8 +116,10 @@ def test_plain_output_is_one_line_per_step_and_per_phase_of_the_start() -> None:
     stream = io.StringIO()
     display = plain(stream)
     display.phase("starting engines")
-    display.phase("warm-up 1/200")
-    display.phase("warm-up 2/200")
+    for i in range(1, 4):
+        display.phase(f"warm-up {i}/200")
+        display.phase("warm-up")
+        display.phase("other")
     for i in (1, 2):
         display.phase("generate")
         display.step(a_step(i))

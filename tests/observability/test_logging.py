@@ -126,9 +126,13 @@ def test_what_was_set_up_before_is_there_again_afterwards(tmp_path: Path) -> Non
 
 
 def test_a_log_file_that_cannot_be_opened_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "driver.jsonl").mkdir()
+    (tmp_path / "logs" / "driver.jsonl").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=r"driver.jsonl: cannot be written"), logging_to(tmp_path):
+        pass
+    with (
+        pytest.raises(RunDirectoryError, match=r"logs: cannot be made \(Not a directory\)"),
+        logging_to(Path(__file__)),
+    ):
         pass
 
 

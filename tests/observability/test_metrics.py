@@ -131,6 +131,16 @@ def test_a_step_that_ends_within_a_phase_splits_it() -> None:
     assert timer.finish_step().phases == {"eval": 2, "other": 0}
 
 
+def test_a_count_in_a_phase_is_shown_but_not_accounted_apart() -> None:
+    clock, told = Clock(), list[str]()
+    timer = StepTimer(clock_ns=clock, on_phase=told.append)
+    for name in ("warm-up 1/2", "warm-up 2/2", "warm-up"):
+        with timer.phase(name):
+            clock.advance(1)
+    assert timer.finish_step().phases == {"warm-up": 3, "other": 0}
+    assert told[0] == "warm-up 1/2"
+
+
 def test_changes_of_phase_are_told() -> None:
     told: list[str] = []
     timer = StepTimer(on_phase=told.append)

@@ -78,7 +78,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_an_empty_log_has_nothing_to_tell(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     stream = io.StringIO()
-    print_report(read_report(tmp_path), stream)
+    report_module.report(tmp_path, stream)
     assert stream.getvalue() == "nothing has happened yet\n"
 
 

@@ -52,15 +52,17 @@ def test_waits_that_ended_are_forgotten() -> None:
 
 
 async def test_a_silent_engine_is_named_in_the_log() -> None:
-    registry = WaitRegistry()
+    registry, events = WaitRegistry(), EventLog(None)
     with capture_logs() as logs, registry.register("response", "engine-1", 0.1):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: watch_stalls(registry, interval_s=0.01, min_age_s=0.0))
+            tasks.start_soon(lambda: watch_stalls(registry, events=events, interval_s=0.01, min_age_s=0.0))
             with anyio.fail_after(5):
                 await until(lambda: bool(logs))
             await anyio.sleep(0.05)
             tasks.cancel_scope.cancel()
     (line,) = logs
+    (event,) = events.recent
+    assert (event["kind"], event["component"]) == ("fault_seen", "engine-1")
     assert line["log_level"] == "warning"
     assert re.fullmatch(r"still waiting for response from engine-1, 0\.\d s of 0\.1 s", line["event"])
 
