@@ -101,6 +101,7 @@ async def publish(
     commit_timeout_s: float = 600.0,
     cleanup_timeout_s: float = 10.0,
     idle_timeout_s: float = 1800.0,
+    abandon_timeout_s: float = 180.0,
 ) -> PublicationReport:
     """Brings every updatable engine of `fleet` to the trainer's weights as `version`.
 
@@ -110,6 +111,7 @@ async def publish(
         commit_timeout_s: longest wait for session ends, verification and stamps.
         cleanup_timeout_s: bound of the clean-up after a failure or cancellation.
         idle_timeout_s: longest wait until the trainer thread is free, before anything is paused.
+        abandon_timeout_s: longest wait until a failed transfer has let go of its engines, before it is repeated.
 
     Raises:
         WeightUpdateError: no engine could be brought to the version; all were handed back to the fleet.
@@ -124,7 +126,7 @@ async def publish(
             lease = await fleet.begin_weight_update(version)
         progress = _Progress(lease.engines)
         try:
-            await _transfer(source, transport, version, attempts, events, progress)
+            await _transfer(source, transport, version, attempts, events, progress, abandon_timeout_s)
             acks = [UpdateAck(e.engine_id, e.generation) for e in progress.complete]
             with waiting("commit of the weights", "engines", commit_timeout_s):
                 # Finishing is the shortest way to a fleet that serves, so a cancellation waits for it, within bounds.
@@ -181,7 +183,13 @@ class _Progress:
 
 
 async def _transfer(
-    source: WeightSource, transport: Transport, version: str, attempts: int, events: EventLog, progress: _Progress
+    source: WeightSource,
+    transport: Transport,
+    version: str,
+    attempts: int,
+    events: EventLog,
+    progress: _Progress,
+    abandon_timeout_s: float,
 ) -> None:
     """Repeats the transfer until it is complete for all that are left; raises WeightUpdateError if that is nobody."""
     source_error: str | None = None
@@ -206,7 +214,8 @@ async def _transfer(
         events.emit(
             WeightTransferFailed(version=version, transfer=progress.transfers, engines=reasons, reason=source_error)
         )
-        await transport.abandon(engines)
+        with waiting("end of the failed transfer", "engines", abandon_timeout_s):
+            await transport.abandon(engines)
         if progress.complete:
             return
         progress.candidates = engines_to_retry(engines, result)

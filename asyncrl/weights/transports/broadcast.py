@@ -44,6 +44,9 @@ CANCEL_GRACE_S = 5.0
 
 DESTROY_TIMEOUT_S = 5.0
 
+RECEIVE_FAILED = "Failed to receive weights"
+"""How an engine says that its end of the wire broke, which it may notice before the trainer does."""
+
 FLATTEN_BELOW_BYTES = 256 * 1024
 """Buckets whose mean tensor is smaller travel as one message; larger tensors are sent as they are, since the copy
 into one buffer costs more than the messages."""
@@ -146,7 +149,8 @@ class BroadcastTransport:
                         timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
                     )
                 except EngineError as error:
-                    failure = engine_failure(error, broken_before=sink.broken is not None)
+                    suffered = sink.broken is not None or RECEIVE_FAILED in str(error)
+                    failure = engine_failure(error, broken_before=suffered)
                     known = failures.setdefault(engine.engine_id, failure)
                     sink.fail(str(error))
                     # One that refused takes part once more: the trainer may be sending the next bucket by now,
@@ -204,6 +208,8 @@ class BroadcastTransport:
             timeout_s=self._timeout_s,
         )
 
+        unanswered = {e.engine_id for e in clients}
+
         async def invite(engine: EngineEndpoint, client: EngineControl, rank_offset: int) -> None:
             try:
                 await client.init_weights_group(
@@ -217,6 +223,7 @@ class BroadcastTransport:
                 )
             except EngineError as error:
                 failures[engine.engine_id] = engine_failure(error, broken_before=not group.alive)
+            unanswered.discard(engine.engine_id)
 
         broken: Exception | None = None
         async with anyio.create_task_group() as task_group:
@@ -229,6 +236,10 @@ class BroadcastTransport:
             except Exception as error:  # of any kind: raised outside the task group, which would wrap it
                 broken = error
                 task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
+        for engine_id in unanswered:
+            failures[engine_id] = EngineFailure(
+                FailureKind.GONE, f"it did not answer an invitation to the group {name}"
+            )
         if broken is not None:
             raise broken
         if failures:

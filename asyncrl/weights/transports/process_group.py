@@ -86,18 +86,20 @@ class TransferGroup:
                 raise WeightUpdateError(f"the weight broadcast broke: {_first_line(error)}") from error
             finally:
                 _let_end(works, self._timeout_s)
+                works.clear()  # a kept operation would keep the connections open, even in a traceback
 
-    def _wait(self, works: Sequence[Work]) -> None:
+    def _wait(self, works: list[Work]) -> None:
+        """Takes operations off `works` as they end well; keeps no other reference to any."""
         deadline = time.monotonic() + self._timeout_s
-        for work in works:
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    assert self._group is not None
-                    if self.backend == "nccl":
-                        self._group.abort()
-                    raise WeightUpdateError(f"no engine took a weight bucket within {self._timeout_s:g} s")
+        while works:
+            if works[0].is_completed():
+                works.pop(0).wait()
+            elif time.monotonic() > deadline:
+                if self.backend == "nccl":
+                    self._group.abort()
+                raise WeightUpdateError(f"no engine took a weight bucket within {self._timeout_s:g} s")
+            else:
                 time.sleep(_POLL_S)
-            work.wait()
         if self.backend == "nccl":
             torch.cuda.current_stream().synchronize()
 

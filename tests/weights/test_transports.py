@@ -1,0 +1,248 @@
+"""The transports against engines that really receive: a gloo group, shared memory, a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightUpdateError
+from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.transfer import BucketFiller, FailureKind, Transport
+from asyncrl.weights.transports import broadcast
+from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
+from asyncrl.weights.transports.disk import DiskTransport
+from asyncrl.weights.transports.tensor import TensorTransport
+from tests.weights.fakes import GlooEngine, ThreadSource, endpoints, opener, random_tensors
+
+BUCKET_BYTES = 64 * 1024
+Make = Callable[..., Transport]
+
+
+def make_broadcast(*engines: GlooEngine, timeout_s: float = 10.0) -> BroadcastTransport:
+    return BroadcastTransport(opener(*engines), backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+
+
+def make_tensor(*engines: GlooEngine, timeout_s: float = 10.0) -> TensorTransport:
+    return TensorTransport(opener(*engines), bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def make_disk(tmp_path: Path) -> Make:
+    def make(*engines: GlooEngine, timeout_s: float = 10.0) -> DiskTransport:
+        return DiskTransport(
+            opener(*engines), directory=tmp_path / "weights", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+        )
+
+    return make
+
+
+@pytest.fixture(params=["broadcast", "tensor", "disk"])
+def make(request: pytest.FixtureRequest, make_disk: Make) -> Make:
+    return {"broadcast": make_broadcast, "tensor": make_tensor, "disk": make_disk}[request.param]
+
+
+def assert_equal(engine: GlooEngine, tensors: dict[str, Tensor]) -> None:
+    assert engine.loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert engine.loaded[name].dtype == tensor.dtype
+        assert torch.equal(engine.loaded[name], tensor), name
+
+
+async def test_every_engine_gets_every_byte_again_and_again(make: Make, source: ThreadSource) -> None:
+    engines = [GlooEngine("engine-0"), GlooEngine("engine-1", tensor_parallel=2)]
+    transport = make(*engines)
+    for seed in (0, 1, 2):
+        source.tensors = random_tensors(seed)
+        result = await transport.transfer(source, endpoints(engines))
+        assert not result.failures and result.source_error is None and result.touched
+        assert result.bytes_sent == sum(t.nbytes for t in source.tensors.values())
+        for engine in engines:
+            assert_equal(engine, source.tensors)
+            assert engine.flushes[-1] and not any(engine.flushes[:-1])
+            engine.flushes.clear()
+    await transport.aclose()
+    await transport.aclose()
+
+
+async def test_small_tensors_share_a_message_and_large_ones_do_not(source: ThreadSource) -> None:
+    engine = GlooEngine()
+    transport = BroadcastTransport(opener(engine), backend="gloo", bucket_bytes=1 << 20, timeout_s=10.0)
+    await transport.transfer(source, endpoints([engine]))
+    assert_equal(engine, source.tensors)
+    assert engine.flattened == [True]
+    assert not is_flattened((TensorSpec("a", "float32", (1024, 1024)), TensorSpec("b", "float32", (8,))))
+    assert not is_flattened((TensorSpec("a", "float32", (8,)),))
+    await transport.aclose()
+
+
+async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when_not(source: ThreadSource) -> None:
+    first, second = GlooEngine("engine-0"), GlooEngine("engine-1")
+    reborn = GlooEngine("engine-1", generation=2)
+    transport = make_broadcast(first, second)
+    await transport.transfer(source, endpoints([first, second]))
+    await transport.transfer(source, endpoints([first, second]))
+    assert len(first.joined) == 1
+
+    transport._open_engine = opener(first, reborn)
+    await transport.transfer(source, endpoints([first, reborn]))
+    assert len(set(first.joined)) == 2 and reborn.joined == first.joined[1:]
+    assert first.groups.keys() == {first.joined[1]}, "the old group was destroyed"
+    assert_equal(reborn, source.tensors)
+    await transport.aclose()
+
+
+@pytest.mark.parametrize("step", ["before", "after"])
+@pytest.mark.parametrize("bucket", [0, 2])
+async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
+    step: str, bucket: int, source: ThreadSource
+) -> None:
+    survivor, victim = GlooEngine("engine-0"), GlooEngine("engine-1")
+    transport = make_broadcast(survivor, victim, timeout_s=1.0)
+    victim.die(step, bucket)
+    result = await transport.transfer(source, endpoints([survivor, victim]))
+
+    assert result.failures["engine-1"].kind is FailureKind.GONE
+    assert result.failures.get("engine-0") is None or result.failures["engine-0"].kind is FailureKind.COLLATERAL
+    assert source.exported == len(source.tensors), "the export was drained"
+
+    await transport.abandon(endpoints([survivor, victim]))
+    again = await transport.transfer(source, endpoints([survivor]))
+    assert not again.failures and again.source_error is None
+    assert_equal(survivor, source.tensors)
+    await transport.aclose()
+
+
+async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_suffers(source: ThreadSource) -> None:
+    good, refusing = GlooEngine("engine-0"), GlooEngine("engine-1")
+    transport = make_broadcast(good, refusing)
+    refusing.refuse("after", 1)
+    with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
+        result = await transport.transfer(source, endpoints([good, refusing]))
+    assert result.failures["engine-1"].kind is FailureKind.REFUSED
+    assert "engine-0" not in result.failures or result.failures["engine-0"].kind is FailureKind.COLLATERAL
+    assert source.exported == len(source.tensors)
+    await transport.aclose()
+
+
+async def test_an_engine_that_refuses_the_last_bucket_takes_nothing_from_the_others(source: ThreadSource) -> None:
+    good, refusing = GlooEngine("engine-0"), GlooEngine("engine-1")
+    transport = make_broadcast(good, refusing)
+    last = len(BucketFiller(source.tensor_specs, BUCKET_BYTES).buckets) - 1
+    refusing.refuse("after", last)
+    result = await transport.transfer(source, endpoints([good, refusing]))
+    assert set(result.failures) == {"engine-1"} and result.source_error is None
+    assert_equal(good, source.tensors)
+    await transport.aclose()
+
+
+async def test_a_hanging_engine_costs_one_bucket_timeout(source: ThreadSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.3)
+    good, hanging = GlooEngine("engine-0"), GlooEngine("engine-1")
+    transport = make_broadcast(good, hanging, timeout_s=0.5)
+    hanging.hang("before", 1)
+    with anyio.fail_after(5.0):
+        result = await transport.transfer(source, endpoints([good, hanging]))
+    assert result.failures["engine-1"].kind is FailureKind.GONE
+    assert result.failures["engine-0"].kind is FailureKind.COLLATERAL
+    assert result.source_error is not None
+    assert source.exported == len(source.tensors)
+    await transport.aclose()
+
+
+@pytest.mark.parametrize("how", ["refuse", "die", "hang"])
+async def test_a_group_that_does_not_form_touches_nobody(
+    how: str, source: ThreadSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.3)
+    good, bad = GlooEngine("engine-0"), GlooEngine("engine-1")
+    transport = make_broadcast(good, bad, timeout_s=0.5)
+    getattr(bad, how)("init")
+    with anyio.fail_after(5.0):
+        result = await transport.transfer(source, endpoints([good, bad]))
+    assert not result.touched and result.source_error is not None
+    assert result.failures["engine-1"].kind is (FailureKind.REFUSED if how == "refuse" else FailureKind.GONE)
+    assert source.exported == 0
+    await transport.abandon(endpoints([good, bad]))
+    again = await transport.transfer(source, endpoints([good]))
+    assert not again.failures
+    await transport.aclose()
+
+
+async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(make: Make, source: ThreadSource) -> None:
+    engines = [GlooEngine("engine-0"), GlooEngine("engine-1")]
+    transport = make(*engines)
+    with anyio.CancelScope() as scope:
+
+        async def cancel() -> None:
+            scope.cancel()
+
+        for step, bucket in (("before", 1), ("tensor", 1), ("disk", 0)):
+            engines[1].faults[step, bucket] = cancel
+        with anyio.fail_after(8.0, shield=False):
+            await transport.transfer(source, endpoints(engines))
+    assert scope.cancelled_caught
+    with anyio.fail_after(5.0):
+        await transport.abandon(endpoints(engines))
+    for engine in engines:
+        engine.faults.clear()
+        engine.loaded.clear()
+    await source.call(lambda: None, what="turn after the cancelled export", timeout_s=2.0)
+
+    result = await transport.transfer(source, endpoints(engines))
+    assert not result.failures and result.source_error is None
+    for engine in engines:
+        assert_equal(engine, source.tensors)
+    await transport.aclose()
+
+
+async def test_one_failing_engine_does_not_stop_handover_to_the_others(source: ThreadSource, make_disk: Make) -> None:
+    for make_one, step in ((make_tensor, "tensor"), (make_disk, "disk")):
+        good, bad = GlooEngine("engine-0"), GlooEngine("engine-1")
+        bad.die(step)
+        transport = make_one(good, bad)
+        result = await transport.transfer(source, endpoints([good, bad]))
+        assert set(result.failures) == {"engine-1"} and result.source_error is None
+        assert_equal(good, source.tensors)
+        await transport.aclose()
+
+
+@pytest.mark.parametrize("damage", ["renamed", "reshaped", "missing", "extra"])
+async def test_an_export_that_differs_from_its_specs_never_reaches_an_engine_whole(
+    damage: str, make: Make, source: ThreadSource
+) -> None:
+    """Engines ignore unknown names and answer 200, so it has to be noticed here."""
+    tensors = source.tensors
+    if damage == "renamed":
+        source.tensors = {name.replace("layer.3.weight", "layer.three.weight"): t for name, t in tensors.items()}
+    elif damage == "reshaped":
+        source.tensors = tensors | {"layer.3.weight": torch.zeros(32, 24)}
+    elif damage == "missing":
+        source.tensors = {name: t for name, t in tensors.items() if name != "scalar"}
+    else:
+        source.tensors = tensors | {"surplus": torch.zeros(3)}
+    engine = GlooEngine()
+    transport = make(engine)
+    result = await transport.transfer(source, endpoints([engine]))
+    assert result.source_error is not None
+    assert {"renamed": "three", "reshaped": "(32, 24)", "missing": "scalar", "extra": "surplus"}[damage] in (
+        result.source_error
+    )
+    await transport.aclose()
+
+
+def test_a_filler_returns_buckets_exactly_as_planned() -> None:
+    tensors = random_tensors()
+    specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+    filler = BucketFiller(specs, BUCKET_BYTES)
+    full: Iterable[tuple[int, list[Tensor]] | None] = [filler.add(name, tensor) for name, tensor in tensors.items()]
+    buckets = [bucket for bucket in full if bucket is not None]
+    assert [index for index, _ in buckets] == list(range(len(filler.buckets)))
+    assert [t.shape for _, bucket in buckets for t in bucket] == [t.shape for t in tensors.values()]
+    filler.check_complete()
+    with pytest.raises(WeightUpdateError, match="more"):
+        filler.add("more", torch.zeros(1))
