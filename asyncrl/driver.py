@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -70,6 +71,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         stack.callback(metrics.close)
         display = make_display(config.run.display)
         stack.callback(display.stop)
+        display.start(None)
         recorder = Recorder(display=display, metrics=metrics, events=events)
         events.emit(JobStarted(pid=os.getpid(), ranks=loaded.machine.world_size, total_steps=config.train.num_steps))
         outcome = Outcome()
@@ -115,7 +117,7 @@ async def _run(
         async with EngineHost.start(run.logs, events) as host, anyio.create_task_group() as tasks:
             tasks.start_soon(rank_exit.stop_on_signals, tasks.cancel_scope, name="stop on signals")
             tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
-            tasks.start_soon(watch_stalls, name="stall watch")
+            tasks.start_soon(partial(watch_stalls, events=events), name="stall watch")
             async with AsyncExitStack() as disposal:
                 job = Job(
                     config=config,

@@ -135,6 +135,24 @@ class RunDirectory:
         self.close()
 
 
+def holder(path: Path) -> int | None:
+    """Process id of the driver that holds the directory, on this machine; None where nobody does.
+
+    Raises RunDirectoryError when `path` holds no run.
+    """
+    if not path.is_dir() or _state(path) != "run":
+        raise RunDirectoryError(f"{path} is not the directory of a run (it holds no {MARKER})")
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        name = os.pread(lock, 200, 0).decode(errors="replace").split()
+        return int(name[1]) if len(name) == 4 and name[3] == socket.gethostname() else None
+    finally:
+        os.close(lock)
+    return None
+
+
 def _claim(path: Path, policy: IfExists) -> tuple[Path, int]:
     """The directory to use, locked, with nothing of an earlier run in it."""
     if policy == "new":
