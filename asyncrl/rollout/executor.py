@@ -62,8 +62,6 @@ class ExecutorStatistics:
     reward_failures: Mapping[str, int]
     dropped_overlong: int
     """Prompts left out of the data because they leave no room for a response."""
-    last_rollout: RolloutMetrics | None
-    """Figures of the batch that `get` returned last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +238,13 @@ class RolloutExecutor:
         """Whole batches in one pass over the data; DataError when the data does not fill one."""
         return self._started.stream.num_rollouts_per_epoch(self._config.rollout.prompts_per_step)
 
+    @property
+    def last_rollout(self) -> RolloutMetrics:
+        """Figures of the batch that `get` returned last. RolloutError before the first."""
+        if self._last_rollout is None:
+            raise RolloutError("there is no rollout yet; get one first")
+        return self._last_rollout
+
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(
             groups=self._ledger.counts(),
@@ -247,7 +252,6 @@ class RolloutExecutor:
             client=self._started.client.statistics(),
             reward_failures=dict(self._started.scorer.failures),
             dropped_overlong=self._started.dropped_overlong,
-            last_rollout=self._last_rollout,
         )
 
     async def dispose(self) -> None:

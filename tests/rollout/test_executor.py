@@ -51,8 +51,8 @@ async def test_a_batch_holds_what_was_sampled_and_is_committed(start_executor: S
         assert batch.tokens[batch.sequence_lengths[0] - 1] == 2
         assert torch.equal(batch.group_index, torch.arange(3).repeat_interleave(4))
         await executor.commit(0)
-        metrics = executor.statistics().last_rollout
-        assert metrics is not None and metrics.reward_mean == 0.5 and metrics.response_tokens_mean == 2.5
+        metrics = executor.last_rollout
+        assert metrics.reward_mean == 0.5 and metrics.response_tokens_mean == 2.5
         assert (
             metrics.zero_variance_groups == 0
             and metrics.off_version_fraction == 0
@@ -114,8 +114,8 @@ async def test_tokens_of_other_weights_are_counted(start_executor: StartExecutor
         executor.set_weight_version("0.2")
         batch = await executor.get(0)
         assert [span.version for span in batch.versions[0]] == ["0.1", "0.2"]
-        metrics = executor.statistics().last_rollout
-        assert metrics is not None and metrics.off_version_fraction == 0.25
+        metrics = executor.last_rollout
+        assert metrics.off_version_fraction == 0.25
 
 
 # what fails, and what it costs
@@ -131,8 +131,8 @@ async def test_a_failed_sample_leaves_the_rest_of_its_group_in(start_executor: S
         assert batch.num_samples == 11
         assert batch.group_index.tolist() == [0] * 4 + [1] * 3 + [2] * 4
         assert "00000001.002" not in batch.sample_ids
-        metrics = executor.statistics().last_rollout
-        assert metrics is not None and metrics.failed_samples == 1 and metrics.failed_attempts == 1
+        metrics = executor.last_rollout
+        assert metrics.failed_samples == 1 and metrics.failed_attempts == 1
     assert [line["sample_id"] for line in events.recent if line["kind"] == "request_failed"] == ["00000001.002"]
 
 
