@@ -7,7 +7,7 @@ Imports neither torch nor Megatron, so that the driver can refuse a model before
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +47,41 @@ class Architecture:
     """Queries and keys are normalised per head (Qwen3)."""
 
 
+def check_model_type(model: Path) -> str:
+    """The `model_type` of the Hugging Face directory `model`, at no more cost than reading its config.json.
+
+    Raises:
+        ModelError: there is no such directory or config, or models of this type cannot be trained.
+    """
+    model_type = str(_read_json(model).get("model_type"))
+    if model_type not in SUPPORTED:
+        raise ModelError(
+            f'{model}: model_type "{model_type}" cannot be trained; supported: {", ".join(SUPPORTED)} (model.path)'
+        )
+    return model_type
+
+
 def read_architecture(model: Path) -> Architecture:
     """Reads `config.json` of the Hugging Face directory `model`.
 
     Raises:
         ModelError: there is no such directory or config, or it asks for something that the trainer does not do.
     """
+    model_type = check_model_type(model)
     config = _read_json(model)
-    model_type = str(config.get("model_type"))
-    if model_type not in SUPPORTED:
-        raise ModelError(
-            f'{model}: model_type "{model_type}" cannot be trained; supported: {", ".join(SUPPORTED)} (model.path)'
-        )
 
     # The config class fills in what a config.json leaves out; its import takes a second, hence only here.
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    hf = AutoConfig.from_pretrained(str(model))
+    try:
+        hf = AutoConfig.from_pretrained(str(model))
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ModelError(f"{model / 'config.json'} is not a valid {model_type} config: {error}") from None
     _refuse_features(model, config, hf)
     theta, factor = _rope(model, hf)
     heads = int(hf.num_attention_heads)
-    return Architecture(
+    architecture = Architecture(
         model_type=model_type,
         num_layers=int(hf.num_hidden_layers),
         hidden_size=int(hf.hidden_size),
@@ -84,6 +98,8 @@ def read_architecture(model: Path) -> Architecture:
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
     )
+    _check_sizes(model, architecture)
+    return architecture
 
 
 def check_tensor_parallel(architecture: Architecture, tensor_parallel: int) -> None:
@@ -134,6 +150,18 @@ def _refuse_features(model: Path, raw: dict[str, Any], hf: Any) -> None:
         raise ModelError(
             f"{model}: the trainer does not support {'; '.join(unsupported)} of this {raw['model_type']} model; "
             f"supported: {', '.join(SUPPORTED)} with full attention, SiLU, no such biases and unquantised weights"
+        )
+
+
+def _check_sizes(model: Path, architecture: Architecture) -> None:
+    for field in fields(architecture):
+        value = getattr(architecture, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            raise ModelError(f"{model / 'config.json'}: {field.name} = {value} must be positive")
+    if architecture.num_heads % architecture.num_kv_heads:
+        raise ModelError(
+            f"{model / 'config.json'}: num_attention_heads = {architecture.num_heads} is not a multiple of "
+            f"num_key_value_heads = {architecture.num_kv_heads}"
         )
 
 

@@ -37,7 +37,7 @@ max_new_tokens = 16
 [reward]
 function = "length"
 workers = 0
-args = {target = 8}
+args.target = 8
 [train]
 num_steps = {steps}
 lr = 1e-4
@@ -131,7 +131,9 @@ def job(
     """Starts the job; with `torchrun` ranks under its agent. Whatever is left at the end is killed by pid."""
     mark = uuid.uuid4().hex
     output = recipe.parent / f"output-{mark[:6]}.txt"
-    launcher = [] if torchrun is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
+    launcher = (
+        [] if torchrun is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
+    )
     with output.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, *launcher, str(entry), "@", str(recipe), *options],

@@ -50,7 +50,9 @@ def assert_it_ends(tmp_path: Path, model: Path, way: str, moment: str) -> None:
         assert started.process.wait(timeout=5) != 0
 
 
-@pytest.mark.parametrize(("way", "moment"), [("KILL", "start+2"), ("agent TERM", "start+2"), ("Ctrl-C twice", "generate")])
+@pytest.mark.parametrize(
+    ("way", "moment"), [("KILL", "start+2"), ("agent TERM", "start+2"), ("Ctrl-C twice", "generate")]
+)
 def test_nothing_outlives_the_job(tmp_path: Path, tiny_models: tuple[Path, Path], way: str, moment: str) -> None:
     assert_it_ends(tmp_path, tiny_models[0], way, moment)
 
