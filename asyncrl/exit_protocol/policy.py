@@ -46,6 +46,7 @@ class Policy(Protocol):
     reason: str
 
     def on_signal(self, signum: int, now: float) -> Order | None: ...
+    def on_rank_zero_seen(self) -> None: ...
     def on_rank_zero_gone(self, now: float) -> None: ...
 
 
@@ -79,6 +80,9 @@ class RankZeroPolicy:
         self.reason = f"{name} while stopping"
         return Order.LEAVE
 
+    def on_rank_zero_seen(self) -> None:
+        raise AssertionError("rank 0 does not watch itself")
+
     def on_rank_zero_gone(self, now: float) -> None:
         raise AssertionError("rank 0 does not watch itself")
 
@@ -92,21 +96,24 @@ class RankZeroPolicy:
 class RankPolicy:
     """Ranks >= 1."""
 
-    def __init__(self, stop_grace_s: float) -> None:
+    def __init__(self, stop_grace_s: float, watches_rank_zero: bool) -> None:
         self.stop_grace_s = stop_grace_s
         self.exit_code = 1
         self.leave_by: float | None = None
         self.reason = ""
+        self._unseen = watches_rank_zero
+        """Rank 0 has not shown itself yet: while it starts, its signals and errors end it at once."""
         self._done = False
 
     def on_signal(self, signum: int, now: float) -> Order | None:
-        if signum not in STOP_SIGNALS:
-            return None
-        if not self._done:
+        if signum in STOP_SIGNALS and not self._done:
             self.exit_code = 128 + signum
-            name = signal.Signals(signum).name
-            self._leave_by(now + self.stop_grace_s + RANK_MARGIN_S, f"no end came from rank 0 after {name}")
+            grace_s = GONE_GRACE_S if self._unseen else self.stop_grace_s + RANK_MARGIN_S
+            self._leave_by(now + grace_s, f"no end came from rank 0 after {signal.Signals(signum).name}")
         return None
+
+    def on_rank_zero_seen(self) -> None:
+        self._unseen = False
 
     def on_rank_zero_gone(self, now: float) -> None:
         if not self._done:

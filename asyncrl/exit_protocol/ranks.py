@@ -97,8 +97,8 @@ class RankExit:
     """The part of ranks >= 1, armed by `prepare_rank` for the rest of the process."""
 
     def __init__(self, stop_grace_s: float, environ: Mapping[str, str] = os.environ) -> None:
-        self._policy = RankPolicy(stop_grace_s)
         on_node_of_rank_zero = environ.get("GROUP_RANK", "0") == "0"
+        self._policy = RankPolicy(stop_grace_s, watches_rank_zero=on_node_of_rank_zero)
         self._watch = ExitWatch(
             self._policy,
             f"rank {environ['RANK']}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -75,6 +76,7 @@ class ExitWatch:
                 rank_zero = watch_rank_zero(self._beacon)
                 if rank_zero is not None:
                     poll.register(rank_zero, select.POLLIN)
+                    self.policy.on_rank_zero_seen()
             ready = {fd for fd, _ in poll.poll(self._timeout_ms(rank_zero))}
             now = time.monotonic()
             if rank_zero is not None and rank_zero in ready:
@@ -102,7 +104,8 @@ class ExitWatch:
             self._ordered.send(b"\0")
 
     def _leave(self) -> None:
-        waits = "; ".join(f"{wait.what} from {wait.subject}" for wait in WAITS.snapshot())
+        now = time.monotonic()
+        waits = "; ".join(wait.describe(now) for wait in WAITS.snapshot() if math.isfinite(wait.deadline_s))
         waited = f" (waiting for: {waits})" if waits else ""
         _say(f"asyncrl: {self._who} leaves by force: {self.policy.reason}{waited}")
         os._exit(self.policy.exit_code)

@@ -28,25 +28,47 @@ import anyio.to_thread
 from asyncrl.errors import EngineError
 from asyncrl.host.events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
 from asyncrl.host.proc import JOB_MARK, end_marked
-from asyncrl.host.process import LineBuffer, ProcessExit, ProcessSpec, encode
+from asyncrl.host.process import MAX_LINE_BYTES, LineBuffer, ProcessExit, ProcessSpec, encode
 from asyncrl.host.server import log_tail
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.waits import waiting
+from asyncrl.observability.waits import WAITS, waiting
 
 ANSWER_TIMEOUT_S = 30.0
 """The host answers in milliseconds; much longer on a machine that swaps or is stopped."""
 
 KILL_TIMEOUT_S = 20.0
-"""From SIGKILL to the report that a whole tree is gone (the guardian itself gives up on it after 3 s)."""
+"""From SIGKILL to the report that a whole tree is gone (the guardian itself gives up on it after 10 s)."""
 
-SHUTDOWN_TIMEOUT_S = 7.0
+SHUTDOWN_TIMEOUT_S = 8.0
 """For the host to end everything and itself; then it is killed and its guardians finish the work."""
 
 PATIENCE_S = 2.0
 """How long guardians may take after a dead host before everything that carries the job's mark is killed."""
 
+LAST_KILL_TIMEOUT_S = 3.0
+"""How long what that killed may take to vanish."""
+
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from asyncrl.host.server import main; main()"
 """Runs the server without site-packages: it starts in a tenth of a second whatever is installed."""
+
+
+_RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+def _environment() -> dict[str, str]:
+    """Rank 0's environment without what torchrun put there: nothing that the host spawns is a rank of the trainer.
+
+    (With TORCHELASTIC_USE_AGENT_STORE an engine would look for its own rendezvous at the trainer's.)
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 @dataclass(slots=True)
@@ -124,7 +146,7 @@ class EngineHost:
             with theirs, log.open("ab") as output:
                 popen = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", boot, str(theirs.fileno()), str(os.getpid())],
-                    env=os.environ | {JOB_MARK: job},
+                    env=_environment() | {JOB_MARK: job},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -144,8 +166,12 @@ class EngineHost:
         if known is not None and not known.ended.is_set():
             raise EngineError(f"{spec.name}: a process of this name is alive (pid {known.pid}); stop it first")
         self._check_alive()
-        process = self._processes[spec.name] = _Process(spec)
         message = {"op": "spawn", **asdict(spec)}
+        if (size := len(encode(message))) > MAX_LINE_BYTES // 2:
+            raise EngineError(
+                f"{spec.name}: command line and environment take {size >> 10} KiB; Linux allows 2048 in all"
+            )
+        process = self._processes[spec.name] = _Process(spec)
         try:
             await self._ask(message, "spawn", spec.name, ANSWER_TIMEOUT_S, process)
         except EngineError:
@@ -190,7 +216,8 @@ class EngineHost:
                 return
             self._closing = True
             self._post({"op": "shutdown"})
-            with waiting("end", "engine host", math.inf):  # bounded inside
+            bound_s = SHUTDOWN_TIMEOUT_S + PATIENCE_S + LAST_KILL_TIMEOUT_S
+            with WAITS.register("end", "engine host", bound_s):
                 survivors = await anyio.to_thread.run_sync(self._end_host)
             self._drain()  # the reader may have been cancelled
             self._on_host_gone()
@@ -204,7 +231,7 @@ class EngineHost:
         except subprocess.TimeoutExpired:
             self._popen.kill()  # its guardians see that, and end what they guard
             self._popen.wait()
-        return end_marked(self.job, PATIENCE_S, KILL_TIMEOUT_S)
+        return end_marked(self.job, PATIENCE_S, LAST_KILL_TIMEOUT_S)
 
     async def _end(self, message: dict[str, Any], timeout_s: float) -> ProcessExit:
         process = self._process(message["name"])

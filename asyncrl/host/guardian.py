@@ -23,8 +23,9 @@ from typing import Any
 from asyncrl.host.proc import become_subreaper, die_with_parent, kill_descendants, reap, set_name
 from asyncrl.host.process import LineBuffer, ProcessSpec, encode
 
-KILL_TIMEOUT_S = 3.0
-"""How long SIGKILLed descendants may take to vanish before they are reported as survivors."""
+KILL_TIMEOUT_S = 10.0
+"""How long SIGKILLed descendants may take to vanish before they are reported as survivors (a GPU driver may take
+seconds to give back what a process had pinned)."""
 
 _DEFAULTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a spawned process finds at their default, whatever rank 0's launcher ignored (nohup, `&`)."""

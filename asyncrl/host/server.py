@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from asyncrl.host.guardian import KILL_TIMEOUT_S, fork_guardian
+from asyncrl.host.guardian import fork_guardian
 from asyncrl.host.proc import become_subreaper, kill_descendants, reap, set_name
 from asyncrl.host.process import LineBuffer, encode
 from asyncrl.host.state import (
@@ -36,6 +36,8 @@ TAIL_BYTES = 64 << 10
 """Read from the end of a log for its last lines, whatever the log's size."""
 
 PARENT_CHECK_S = 0.5
+LAST_SWEEP_S = 2.0
+"""For what a dead guardian left behind, and at the end for what the guardians did not get rid of in time."""
 FLUSH_S = 1.0
 """How long the last words to rank 0 may take."""
 
@@ -81,7 +83,7 @@ class Host:
                 self._do(self.state.on_lifeline_closed(time.monotonic()))
             self._do(self.state.on_time(time.monotonic()))
             reap()
-        kill_descendants(os.getpid(), KILL_TIMEOUT_S)
+        kill_descendants(os.getpid(), LAST_SWEEP_S)
         self._flush_last_words()
 
     def _on_lifeline(self, events: int) -> None:
@@ -139,7 +141,7 @@ class Host:
                             self.guardians[serial][1].shutdown(socket.SHUT_WR)
                 case KillOrphans():
                     guardians = [pid for pid, _, _ in self.guardians.values()]
-                    kill_descendants(os.getpid(), KILL_TIMEOUT_S, exclude=guardians)
+                    kill_descendants(os.getpid(), LAST_SWEEP_S, exclude=guardians)
                 case Answer(request_id, error, result):
                     self._tell({"id": request_id, "error": error, **result})
                 case AnswerTail(request_id, path, start, lines):

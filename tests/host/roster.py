@@ -15,9 +15,9 @@ class Roster:
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self._text = b""
 
-    async def pids(self, count: int) -> list[int]:
+    async def pids(self, count: int, timeout_s: float = 20) -> list[int]:
         """Waits until `count` processes have signed in."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(timeout_s):
             while self._text.count(b"\n") < count:
                 await anyio.wait_readable(self._fd)
                 self._text += os.read(self._fd, 4096)

@@ -144,7 +144,7 @@ async def test_the_death_of_the_host_is_told_to_everyone(
         await roster.empty(GONE_S)
     assert len(errors) == 5
     assert not marked(host.job)
-    assert events.recent[-1]["kind"] == "host.ended"
+    assert events.recent[-1]["kind"] == "host_ended"
     assert events.recent[-1] | {"expected": False, "survivors": 0} == events.recent[-1]
 
 

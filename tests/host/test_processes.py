@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import anyio
 import pytest
@@ -48,6 +49,17 @@ async def test_a_process_starts_in_a_world_of_its_own(host: EngineHost, python: 
         "default": True,
         "blocked": [],
     }
+
+
+async def test_what_the_host_spawns_is_no_rank_of_the_trainer(
+    tmp_path: Path, python: PythonSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    async with EngineHost.start(tmp_path) as host:
+        names = "('RANK', 'WORLD_SIZE', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE', 'OMP_NUM_THREADS')"
+        await host.spawn(python("engine-0", f"import os; print([n for n in {names} if n in os.environ])"))
+        assert (await host.wait("engine-0")).log_tail == "['OMP_NUM_THREADS']"
 
 
 async def test_a_process_that_ends_by_itself_takes_its_tree_along(
@@ -163,6 +175,7 @@ async def test_tail_reads_the_end_of_a_long_log(host: EngineHost, python: Python
         (ProcessSpec("engine-0", ("true",), {}, "/proc/x/log"), "engine-0: cannot write its log '/proc/x/log': "),
         (ProcessSpec("engine-0", ("true",), cpus=(4095,)), "engine-0: cannot run on cpus .4095,.: Invalid argument"),
         (ProcessSpec("engine-0", ()), "spawn: argv is"),
+        (ProcessSpec("engine-0", ("true", "x" * (1 << 20))), "engine-0: cannot execute 'true': Argument list too long"),
     ],
 )
 async def test_what_cannot_start_says_why(host: EngineHost, spec: ProcessSpec, message: str) -> None:
@@ -172,6 +185,11 @@ async def test_what_cannot_start_says_why(host: EngineHost, spec: ProcessSpec, m
         await host.wait("engine-0")
     await host.spawn(ProcessSpec("engine-0", ("true",)))
     assert (await host.wait("engine-0")).returncode == 0
+
+
+async def test_what_is_too_large_for_any_process_is_refused(host: EngineHost) -> None:
+    with pytest.raises(EngineError, match="engine-0: command line and environment take 3072 KiB"):
+        await host.spawn(ProcessSpec("engine-0", ("true",), {"A": "x" * (3 << 20)}))
 
 
 async def test_unknown_names_and_ended_processes_are_refused(host: EngineHost, python: PythonSpec) -> None:

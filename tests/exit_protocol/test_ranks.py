@@ -1,0 +1,199 @@
+"""Real processes, real signals: whoever is hit, nobody stays.
+
+Most run under `agent.py`, which does to its ranks what torchrun's agent does; real torchrun (5 CPU seconds a start)
+has one case here and the whole matrix under `long`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+from asyncrl.exit_protocol import RankZeroExit
+from asyncrl.exit_protocol.policy import REPEAT_S
+from tests.host.roster import Roster
+
+HERE = Path(__file__).parent
+INT, TERM, HUP, KILL, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGUSR1
+
+STOP_GRACE_S = 1.5
+BOUND_S = STOP_GRACE_S + 5.0
+"""Grace, the 2 s of the other ranks, and a busy machine; with the default grace of 12 s, 15 s on a quiet one."""
+
+FAKE_AGENT = (str(HERE / "agent.py"), "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@dataclass
+class Job:
+    agent: anyio.abc.Process
+    directory: Path
+    roster: Roster
+
+    def pid(self, who: str) -> int:
+        return self.agent.pid if who == "agent" else int((self.directory / f"{who}.pid").read_text())
+
+
+@asynccontextmanager
+async def job(directory: Path, agent: tuple[str, ...], mode: str) -> AsyncIterator[Job]:
+    """Two ranks and a host with a tree of three, all of them up."""
+    roster = Roster(directory / "roster")
+    program = (str(HERE / "rank_program.py"), str(directory), mode, str(STOP_GRACE_S))
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    with (directory / "output").open("wb") as output:
+        command = (sys.executable, *agent, *program)
+        async with await anyio.open_process(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        ) as process:
+            try:
+                await roster.pids(5 if "2" in agent else 4, timeout_s=60)
+                yield Job(process, directory, roster)
+            except BaseException:
+                print((directory / "output").read_text())
+                raise
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                roster.close()
+
+
+async def hit(running: Job, who: str, signals: tuple[signal.Signals, ...]) -> None:
+    for number, signum in enumerate(signals):
+        if number:
+            await anyio.sleep(REPEAT_S + 0.2)
+        os.kill(running.pid(who), signum)
+
+
+WHOM_AND_HOW = [
+    ("agent", (INT,)),
+    ("agent", (TERM,)),
+    ("agent", (HUP,)),
+    ("agent", (KILL,)),
+    ("agent", (INT, INT)),
+    ("rank-0", (INT,)),
+    ("rank-0", (TERM,)),
+    ("rank-0", (HUP,)),
+    ("rank-0", (KILL,)),
+    ("rank-0", (INT, TERM)),
+    ("rank-1", (KILL,)),
+]
+MODES = ["listen", "stuck", "undisposable"]
+
+
+def _name(value: object) -> str:
+    return "+".join(signum.name for signum in value) if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.parametrize(("who", "how"), WHOM_AND_HOW, ids=_name)
+async def test_nothing_outlives_a_job_that_listens(tmp_path: Path, who: str, how: tuple[signal.Signals, ...]) -> None:
+    async with job(tmp_path, FAKE_AGENT, "listen") as running:
+        await hit(running, who, how)
+        await running.roster.empty(BOUND_S)
+        await running.agent.wait()
+        assert running.agent.returncode != 0
+
+
+@pytest.mark.parametrize("mode", ["stuck", "undisposable"])
+@pytest.mark.parametrize(("who", "how"), [("agent", (INT,)), ("rank-0", (TERM,))], ids=_name)
+async def test_nothing_outlives_a_job_that_does_not(
+    tmp_path: Path, mode: str, who: str, how: tuple[signal.Signals, ...]
+) -> None:
+    async with job(tmp_path, FAKE_AGENT, mode) as running:
+        await hit(running, who, how)
+        await running.roster.empty(BOUND_S)
+        await running.agent.wait()
+    assert f"rank 0 leaves by force: stopping after {how[0].name} took longer than" in (tmp_path / "output").read_text()
+
+
+async def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    async with job(tmp_path, FAKE_AGENT, "stuck") as running:
+        rank_zero = os.pidfd_open(running.pid("rank-0"))
+        start = time.monotonic()
+        await hit(running, "rank-0", (INT, TERM))
+        await anyio.wait_readable(rank_zero)
+        os.close(rank_zero)
+        assert time.monotonic() - start < STOP_GRACE_S
+        await running.roster.empty(BOUND_S)
+    assert "rank 0 leaves by force: SIGTERM while stopping" in (tmp_path / "output").read_text()
+
+
+async def test_a_graceful_stop_ends_well(tmp_path: Path) -> None:
+    async with job(tmp_path, (str(HERE / "agent.py"), "1"), "steps") as running:
+        await hit(running, "rank-0", (USR1,))
+        await running.roster.empty(BOUND_S)
+        assert await running.agent.wait() == 0
+
+
+async def test_torchrun_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+    async with job(tmp_path, TORCHRUN, "stuck") as running:
+        await hit(running, "agent", (KILL,))
+        await running.roster.empty(BOUND_S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("who", "how"), WHOM_AND_HOW, ids=_name)
+async def test_nothing_outlives_torchrun(tmp_path: Path, mode: str, who: str, how: tuple[signal.Signals, ...]) -> None:
+    async with job(tmp_path, TORCHRUN, mode) as running:
+        await hit(running, who, how)
+        await running.roster.empty(BOUND_S)
+        with anyio.fail_after(10):
+            await running.agent.wait()
+        assert running.agent.returncode != 0
+
+
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_handlers_and_wakeup_are_put_back(use_uvloop: bool) -> None:
+    before = [signal.getsignal(signum) for signum in (INT, TERM, HUP, USR1)]
+
+    async def main() -> None:
+        inside = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(inside, warn_on_full_buffer=False)
+        with RankZeroExit(60.0, environ={}) as rank_exit:
+            os.kill(os.getpid(), USR1)
+            with anyio.fail_after(5):
+                while not rank_exit.stop.requested:  # noqa: ASYNC110 a flag, as the loop sees it
+                    await anyio.sleep(0.01)
+        outside = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(outside, warn_on_full_buffer=False)
+        assert outside == inside
+
+    anyio.run(main, backend_options={"use_uvloop": use_uvloop})
+    assert [signal.getsignal(signum) for signum in (INT, TERM, HUP, USR1)] == before
+
+
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_a_stop_cancels_the_scope_and_is_remembered(use_uvloop: bool) -> None:
+    """In a process of its own: after a stop, the watch stays until the process ends."""
+    code = f"""
+import anyio, os, signal
+from asyncrl.exit_protocol import RankZeroExit
+async def main():
+    with RankZeroExit(60.0, environ={{}}) as rank_exit:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rank_exit.stop_on_signals, tasks.cancel_scope)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep_forever()
+        print(rank_exit.stopped_by.name, rank_exit.exit_code)
+anyio.run(main, backend_options={{"use_uvloop": {use_uvloop}}})
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert ran.stdout == "SIGTERM 143\n"
+    assert ran.stderr == ""
