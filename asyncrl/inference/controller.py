@@ -28,7 +28,7 @@ from asyncrl.data.fleet import EngineState, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction, EngineClient, new_session
-from asyncrl.inference.lifecycle import LIVE
+from asyncrl.inference.lifecycle import LIVE, ROUTABLE
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.ports import PortAllocator
 from asyncrl.inference.router import RouterClient
@@ -268,7 +268,7 @@ class InferenceController:
 
     async def _require_serving(self, purpose: str) -> None:
         self._started.processes.check()
-        if any(engine.state is EngineState.SERVING and engine.routed for engine in self._engines):
+        if any(engine.state in ROUTABLE and engine.routed for engine in self._engines):
             return
         states = "; ".join(f"{e.engine_id} is {e.state}" + _because(e.failure) for e in self._engines)
         raise EngineError(f"no engine can serve {purpose}: {states or 'the fleet was not started'}")

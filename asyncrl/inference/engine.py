@@ -53,6 +53,8 @@ class ManagedEngine:
         """Memory tags that are released; the engine is paused while there is one."""
         self.baseline: Checksums | None = None
         """Checksums of the random numbers that stand where the first publication must arrive."""
+        self.shared_memory: frozenset[Path] = frozenset()
+        """Files in /dev/shm that go with it."""
         self.failure: EngineError | None = None
         """Why it is DEAD or QUARANTINED."""
         self.endpoint = EngineEndpoint(

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -28,6 +30,7 @@ from asyncrl.inference.exits import describe_exit, indent
 from asyncrl.inference.launch import engine_argv, engine_environment, router_argv
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.router import RouterClient
+from asyncrl.inference.shared_memory import mapped_files, unlink
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class Supervisor:
         self._router_log = router_log
         self._scratch = scratch
         self._router_answers = False
+        self._router_failure: EngineError | None = None
         self._ready: set[str] = set()
         """Engines that have generated."""
         self._failure: EngineError | None = None
@@ -79,8 +83,8 @@ class Supervisor:
         """Spawns everything at once and watches it in `task_group`."""
         self._started_at = anyio.current_time()
         for engine in self._engines:
-            task_group.start_soon(self._run_engine, engine, name=f"supervise {engine.engine_id}")
-        task_group.start_soon(self._run_router, router_port, prometheus_port, name="supervise router")
+            task_group.start_soon(self._watched, self._run_engine, engine, name=f"supervise {engine.engine_id}")
+        task_group.start_soon(self._watched, self._run_router, router_port, prometheus_port, name="supervise router")
 
     def check(self) -> None:
         """Raises EngineError once the fleet cannot serve any more."""
@@ -116,6 +120,17 @@ class Supervisor:
             await self._unroute(engine)
             await self._host.kill(engine.engine_id)
 
+    async def _watched(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
+        failure: BaseException | None = None
+        try:
+            await run(*args)
+        except* EngineError as group:  # also the host's own: it is gone, and the processes with it
+            failure = group
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if isinstance(failure, EngineError) and not self._stopping:
+            self._fail(failure)
+
     async def _run_engine(self, engine: ManagedEngine) -> None:
         config = self._config
         cores = config.engine.cpus or tuple(sorted(os.sched_getaffinity(0)))
@@ -136,20 +151,22 @@ class Supervisor:
             log_path=str(engine.log_path),
             cpus=config.engine.cpus,
         )
-        await self._host.spawn(spec)
+        pid = await self._host.spawn(spec)
         async with anyio.create_task_group() as task_group:
-            task_group.start_soon(self._boot_engine, engine)
+            task_group.start_soon(self._boot_engine, engine, pid)
             exited = await self._host.wait(engine.engine_id)
             task_group.cancel_scope.cancel()
+        unlink(engine.shared_memory)
         await self._engine_exited(engine, exited)
 
-    async def _boot_engine(self, engine: ManagedEngine) -> None:
+    async def _boot_engine(self, engine: ManagedEngine, pid: int) -> None:
         try:
             await engine.wait_first_generation(self._config.engine.start_timeout_s)
         except EngineError as error:
             tail = indent(await self._host.tail(engine.engine_id, TAIL_LINES))
             await self.quarantine(engine, f"{error}. Last lines of {engine.log_path}:\n{tail}")
             return
+        engine.shared_memory = await anyio.to_thread.run_sync(mapped_files, pid)
         engine.move(EngineState.PENDING_WEIGHTS)
         self._ready.add(engine.engine_id)
         if len(self._ready) == len(self._engines):
@@ -176,7 +193,7 @@ class Supervisor:
             await self._unroute(engine)
         failed_to_start = engine.engine_id not in self._ready
         if failed_to_start or not any(other.state in LIVE for other in self._engines):
-            self._fail(engine.failure or EngineError(f"{engine.engine_id} ended"))
+            raise engine.failure or EngineError(f"{engine.engine_id} ended")
 
     async def _run_router(self, port: int, prometheus_port: int) -> None:
         argv = router_argv(self._config.router, host=self._config.run.host, port=port, prometheus_port=prometheus_port)
@@ -185,16 +202,17 @@ class Supervisor:
             task_group.start_soon(self._boot_router)
             exited = await self._host.wait(ROUTER)
             task_group.cancel_scope.cancel()
-        if not self._stopping:
-            when = "while engines need it" if self._router_answers else "before it answered"
-            self._fail(EngineError(describe_exit(ROUTER, exited, self._router_log, when)))
+        when = "while engines need it" if self._router_answers else "before it answered"
+        raise self._router_failure or EngineError(describe_exit(ROUTER, exited, self._router_log, when))
 
     async def _boot_router(self) -> None:
         try:
             await self._router.wait_answering(self._config.router.start_timeout_s)
         except TimeoutError as error:
             tail = indent(await self._host.tail(ROUTER, TAIL_LINES))
-            self._fail(EngineError(f"{error}. Last lines of {self._router_log}:\n{tail}"))
+            self._router_failure = EngineError(f"{error}. Last lines of {self._router_log}:\n{tail}")
+            await self._host.kill(ROUTER)
+            return
         self._router_answers = True
         self._notify()
 

@@ -117,6 +117,7 @@ class ScriptedRouter:
     def __init__(self) -> None:
         self.workers: list[str] = []
         self.generate_status = 200
+        self.list_status = 200
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -127,6 +128,8 @@ class ScriptedRouter:
         return app
 
     async def _list(self, request: web.Request) -> web.Response:
+        if self.list_status != 200:
+            return web.Response(status=self.list_status)
         entries = [{"id": url.rpartition(":")[2], "url": url, "is_healthy": True} for url in self.workers]
         return web.json_response({"workers": entries, "total": len(entries)})
 
@@ -155,6 +158,7 @@ class ScriptedHost:
         self.engines = engines
         self.router = router
         self.specs: dict[str, ProcessSpec] = {}
+        self.dead = False
         self._runners: dict[str, web.AppRunner] = {}
         self._exits: dict[str, ProcessExit] = {}
         self._ended: dict[str, anyio.Event] = {}
@@ -175,6 +179,8 @@ class ScriptedHost:
 
     async def wait(self, name: str) -> ProcessExit:
         await self._ended[name].wait()
+        if self.dead:
+            raise EngineError("engine host: it died")
         return self._exits[name]
 
     async def stop(self, name: str, grace_s: float) -> ProcessExit:
@@ -184,6 +190,12 @@ class ScriptedHost:
 
     async def kill(self, name: str) -> ProcessExit:
         return await self._end(name, -9)
+
+    def die(self) -> None:
+        """The host itself ends, and every process with it."""
+        self.dead = True
+        for ended in self._ended.values():
+            ended.set()
 
     async def tail(self, name: str, lines: int) -> str:
         return "last words"

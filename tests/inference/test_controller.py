@@ -98,6 +98,35 @@ async def test_the_death_of_the_router_ends_the_job(start_fleet: StartFleet) -> 
         assert "router (pid 1) was ended by SIGKILL while engines need it" in str(fleet.failures[0])
 
 
+async def test_a_router_that_does_not_answer_is_reported_with_its_log_tail(start_fleet: StartFleet) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.router.list_status = 500
+
+    async with start_fleet(1, prepare=prepare, router={"start_timeout_s": 0.3}) as fleet:
+        with pytest.raises(EngineError, match=r"no first answer from router after 0\.3 s(.|\n)*last words"):
+            await fleet.controller.wait_ready()
+
+
+async def test_the_death_of_the_host_is_told_to_whoever_waits(start_fleet: StartFleet) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.engines[0].faults["generate"] = hang
+
+    async with start_fleet(1, prepare=prepare) as fleet:
+        await eventually(lambda: len(fleet.host.specs) == 2)
+        fleet.host.die()
+        with pytest.raises(EngineError, match="engine host: it died"):
+            await fleet.controller.wait_ready()
+        assert all("engine host: it died" in str(failure) for failure in fleet.failures)
+
+
+async def test_a_fleet_that_is_updating_may_still_be_given_a_rollout(start_fleet: StartFleet) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0")
+        lease = await fleet.controller.begin_weight_update("0.1")
+        await fleet.controller.prepare_rollout(1)
+        await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
+
+
 async def test_a_taken_router_port_is_named_with_its_field_and_nothing_is_started(tmp_path: Path) -> None:
     host = ScriptedHost({}, ScriptedRouter())
     with socket.socket() as taken:
