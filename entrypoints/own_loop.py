@@ -1,0 +1,53 @@
+"""A loop of your own: best-of-n imitation instead of GRPO, in forty lines over `asyncrl.components`.
+
+    python entrypoints/own_loop.py @ entrypoints/recipes/demo.toml --train.num-steps 20
+
+Each step samples a batch, keeps the best answer of each prompt, and trains on those with cross entropy.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from asyncrl.components import Job, create_rollout_components, create_train_group, run_job, warm_up
+
+if TYPE_CHECKING:  # torch comes with the components, once the engines are on their way
+    from asyncrl.data.batch import RolloutBatch
+
+
+def only_the_best(batch: RolloutBatch) -> RolloutBatch:
+    """The same batch with a loss on the first best-rewarded sample of each group alone."""
+    best = batch.truncated.new_zeros(batch.num_samples)
+    for group in range(len(batch.group_ids)):
+        members = (batch.group_index == group).nonzero().flatten()
+        best[members[batch.rewards[members].argmax()]] = True
+    return replace(batch, loss_mask=best.repeat_interleave(batch.response_lengths))
+
+
+async def imitate_the_best(job: Job) -> None:
+    with job.record.phase("startup"):
+        components = await create_rollout_components(job)
+        controller, executor, _ = components
+        trainer = await create_train_group(job, components)
+        await trainer.init()
+        await warm_up(job, trainer)
+        await controller.wait_ready()
+        await trainer.update_weights()
+    steps = job.config.train.num_steps or 20
+    job.record.start(steps)
+    for step in range(steps):
+        with job.record.phase("generate"):
+            await controller.prepare_rollout(step)
+            batch = await executor.get(step)
+        with job.record.phase("train"):
+            metrics = await trainer.train_sft(only_the_best(batch), job.config.train.lr)
+            await executor.commit(step)
+        with job.record.phase("publish"):
+            publication = await trainer.update_weights(step)
+        job.record.step(step + 1, executor.last_rollout, metrics, publication)
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(imitate_the_best))
