@@ -70,7 +70,7 @@ def sections(model: type[BaseModel], path: KeyPath = ()) -> st.SearchStrategy[An
     return st.fixed_dictionaries({}, optional=drawn).map(lambda chosen: model(**chosen))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sections(Config))
 def test_toml_reads_back_as_the_same_configuration(config: Config) -> None:
     with tempfile.TemporaryDirectory() as directory:
