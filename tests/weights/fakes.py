@@ -56,7 +56,8 @@ class ThreadSource:
     def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.tensors = dict(tensors or random_tensors())
         self.exported = 0
-        self.before_export: Hook | None = None
+        self.before_tensor: Callable[[int], None] | None = None
+        """Called in the trainer thread with the tensor's number in this export."""
         self.thread = TrainerThread()
         self._specs = specs_of(self.tensors)
 
@@ -68,14 +69,14 @@ class ThreadSource:
         return await self.thread.call(function, *args, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
-        if self.before_export is not None:
-            await self.before_export()
         await self.thread.call(self._walk, sink, what="export", timeout_s=timeout_s)
 
     def _walk(self, sink: Sink) -> None:
         failure: Exception | None = None
-        for name, tensor in self.tensors.items():
+        for number, (name, tensor) in enumerate(self.tensors.items()):
             self.exported += 1
+            if self.before_tensor is not None:
+                self.before_tensor(number)
             if failure is None:
                 try:
                     sink.put(name, tensor)

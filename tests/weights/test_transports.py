@@ -161,6 +161,7 @@ async def test_a_group_that_does_not_form_touches_nobody(
     monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.3)
     good, bad = GlooEngine("engine-0"), GlooEngine("engine-1")
     transport = make_broadcast(good, bad, timeout_s=0.5)
+    monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)
     getattr(bad, how)("init")
     with anyio.fail_after(5.0):
         result = await transport.transfer(source, endpoints([good, bad]))
@@ -168,8 +169,20 @@ async def test_a_group_that_does_not_form_touches_nobody(
     assert result.failures["engine-1"].kind is (FailureKind.REFUSED if how == "refuse" else FailureKind.GONE)
     assert source.exported == 0
     await transport.abandon(endpoints([good, bad]))
-    again = await transport.transfer(source, endpoints([good]))
+
+    patient = make_broadcast(good)
+    again = await patient.transfer(source, endpoints([good]))
     assert not again.failures
+    await patient.aclose()
+
+
+async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: ThreadSource) -> None:
+    engine = GlooEngine()
+    engine.refuse("init")
+    transport = make_broadcast(engine, timeout_s=60.0)
+    with anyio.fail_after(3.0):
+        result = await transport.transfer(source, endpoints([engine]))
+    assert result.failures["engine-0"].kind is FailureKind.REFUSED and not result.touched
     await transport.aclose()
 
 

@@ -9,8 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
-import os
+import uuid
 from collections.abc import Mapping, Sequence
 
 import anyio
@@ -43,6 +42,14 @@ CANCEL_GRACE_S = 5.0
 """How long a cancelled transfer may take to end in order."""
 
 DESTROY_TIMEOUT_S = 5.0
+
+HEAD_START_S = 0.1
+"""How long the trainer holds back from joining a new group: an engine that is dead or refuses shows within
+milliseconds, while a join that has begun can only be waited out."""
+
+CONNECT_S = 1.0
+"""How long a group that another engine refused stays open: one that closes before an engine has connected leaves it
+trying for half an hour (measured), one that closes later sends it away at once."""
 
 RECEIVE_FAILED = "Failed to receive weights"
 """How an engine says that its end of the wire broke, which it may notice before the trainer does."""
@@ -77,7 +84,6 @@ class BroadcastTransport:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._host = host
-        self._names = (f"asyncrl-{os.getpid()}-{n}" for n in itertools.count())
         self._group: TransferGroup | None = None
         self._members: tuple[_Member, ...] = ()
         self._sink: BroadcastSink | None = None
@@ -196,7 +202,7 @@ class BroadcastTransport:
                 clients, lambda client, _: client.destroy_weights_group(old.name, timeout_s=DESTROY_TIMEOUT_S)
             )
         world_size = 1 + sum(e.tensor_parallel for e in clients)
-        name = next(self._names)
+        name = f"asyncrl-{uuid.uuid4().hex}"  # an engine refuses a name that it knows
         self._group = group = await source.call(
             TransferGroup,
             self._backend,
@@ -208,7 +214,20 @@ class BroadcastTransport:
             timeout_s=self._timeout_s,
         )
 
+        await self._form(source, group, clients, failures)
+        self._members = members
+        return group
+
+    async def _form(
+        self,
+        source: WeightSource,
+        group: TransferGroup,
+        clients: Mapping[EngineEndpoint, EngineControl],
+        failures: dict[str, EngineFailure],
+    ) -> None:
+        """Invites all engines and joins; raises WeightUpdateError, and leaves no engine waiting, when one fails."""
         unanswered = {e.engine_id for e in clients}
+        refused = anyio.Event()
 
         async def invite(engine: EngineEndpoint, client: EngineControl, rank_offset: int) -> None:
             try:
@@ -216,13 +235,14 @@ class BroadcastTransport:
                     master_address=self._host,
                     master_port=group.port,
                     rank_offset=rank_offset,
-                    world_size=world_size,
-                    group_name=name,
+                    world_size=group.world_size,
+                    group_name=group.name,
                     backend=self._backend,
                     timeout_s=self._timeout_s + ANSWER_GRACE_S,
                 )
             except EngineError as error:
                 failures[engine.engine_id] = engine_failure(error, broken_before=not group.alive)
+                refused.set()
             unanswered.discard(engine.engine_id)
 
         broken: Exception | None = None
@@ -232,20 +252,24 @@ class BroadcastTransport:
                 task_group.start_soon(invite, engine, client, offset)
                 offset += engine.tensor_parallel
             try:
+                with anyio.move_on_after(HEAD_START_S):
+                    await refused.wait()
+                if failures:
+                    if unanswered:
+                        await anyio.sleep(CONNECT_S)
+                    await source.call(group.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s)
+                    raise WeightUpdateError("an engine did not join the weight transfer group")
                 await source.call(group.join, what="weight transfer group", timeout_s=2 * self._timeout_s)
             except Exception as error:  # of any kind: raised outside the task group, which would wrap it
                 broken = error
                 task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
         for engine_id in unanswered:
-            failures[engine_id] = EngineFailure(
-                FailureKind.GONE, f"it did not answer an invitation to the group {name}"
-            )
+            reason = f"no answer to an invitation to the weight transfer group {group.name}"
+            failures[engine_id] = EngineFailure(FailureKind.GONE, reason)
+        if broken is None and failures:
+            broken = WeightUpdateError("an engine did not join the weight transfer group")
         if broken is not None:
             raise broken
-        if failures:
-            raise WeightUpdateError("an engine did not join the weight transfer group")
-        self._members = members
-        return group
 
 
 class BroadcastSink:
