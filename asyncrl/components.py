@@ -7,6 +7,7 @@ Invariants
   `controller.wait_ready`.
 - What was built is disposed of in reverse order when the job ends, also when a later part failed to build; the
   first error is the one that is raised.
+- Importing this module is cheap (`--help` answers in under a second): a part is imported when it is built.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import anyio.to_thread
 from asyncrl.config import Config
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
-from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.engine_api import EngineClient
 from asyncrl.job import Job
 from asyncrl.phases import evaluate, export, warm_up
 
 if TYPE_CHECKING:
+    from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
     from asyncrl.training.commands import Trainer
     from asyncrl.training.layout import RankLayout
@@ -44,6 +44,8 @@ async def create_rollout_components(job: Job) -> RolloutComponents:
 
     Raises ConfigError, ModelError, DataError or RewardError for what the user can mend.
     """
+    from asyncrl.inference.controller import InferenceController
+
     controller = InferenceController(
         job.config,
         host=job.host,
@@ -79,6 +81,7 @@ def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
 
 async def create_train_group(job: Job, components: RolloutComponents) -> TrainGroup:
     """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`."""
+    from asyncrl.inference.engine_api import EngineClient
     from asyncrl.training.train_group import TrainGroup
     from asyncrl.weights.transports import make_transport
 

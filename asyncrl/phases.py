@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from asyncrl.inference.controller import InferenceController
 from asyncrl.job import Job
 from asyncrl.observability.events import CheckpointWritten
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.supervised import SupervisedStream
+    from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
     from asyncrl.training.train_group import TrainGroup
 
