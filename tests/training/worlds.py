@@ -1,6 +1,7 @@
 """Worlds of real trainer ranks for tests: rank 0 runs a scenario over a TrainGroup, the others serve it.
 
-Ranks are forked from the test process, where torch is imported already, so a world of two costs a tenth of a second.
+Ranks are forked from a server process that has imported torch and opened no thread, so a world of two costs a tenth of
+a second, and it does not matter what the test process has done before. Scenarios and faults are sent to them by value.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -155,15 +157,15 @@ def run_world(
         linger_s: how long the other ranks may take to end after rank 0 has.
     """
     began = time.monotonic()
-    fork = multiprocessing.get_context("fork")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__, "pytest"])
     parsed = Config.model_validate(config or {})
     make_trainer = partial(ScriptedTrainer, faults=faults or {})
-    reader, writer = fork.Pipe(duplex=False)
+    work = cloudpickle.dumps((parsed, make_trainer, scenario))
+    reader, writer = server.Pipe(duplex=False)
     port = _free_port()
     processes = [
-        fork.Process(
-            target=_rank_main, args=(rank, world_size, port, parsed, make_trainer, scenario, writer), daemon=True
-        )
+        server.Process(target=_rank_main, args=(rank, world_size, port, work, writer), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -190,15 +192,7 @@ def run_world(
     return World(value, codes, time.monotonic() - began)
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    port: int,
-    config: Config,
-    make_trainer: Callable[[Config, RankLayout], ScriptedTrainer],
-    scenario: Scenario,
-    writer: Connection,
-) -> None:
+def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -207,6 +201,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    config, make_trainer, scenario = cloudpickle.loads(work)
     code = 0
     if rank == 0:
         try:
