@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_CHUNK_ELEMENTS = 1 << 22
+"""Logits (16 MiB in float32) that are worked on at once, so that only the result is as large as all of them."""
+
 
 def token_logprobs(
     logits: Tensor,
@@ -50,27 +53,31 @@ class _TokenLogprobs(torch.autograd.Function):
         width = logits.shape[-1]
         first = width * dist.get_rank(group) if group is not None else 0
         real = max(0, min(width, vocab_size - first))
-        scaled = logits.float() / temperature
-        scaled[:, real:] = -torch.inf
-
-        peak = scaled.amax(dim=-1)
+        peak = logits[:, :real].amax(dim=-1).float() if real else logits.new_full(logits.shape[:1], -torch.inf).float()
         _reduce(peak, dist.ReduceOp.MAX, group)
-        scaled -= peak[:, None]
         column = targets - first
         elsewhere = (column < 0) | (column >= real)
         column = column.masked_fill(elsewhere, 0)
-        at_target = scaled.gather(-1, column[:, None]).squeeze(-1).masked_fill(elsewhere, 0.0)
-        exponentials = scaled.exp()
-        # sum of e^z * z for the entropy; a padded column would be 0 * -inf
-        weighted = (exponentials[:, :real] * scaled[:, :real]).sum(dim=-1)
-        sums = torch.stack((exponentials.sum(dim=-1), weighted, at_target))
-        _reduce(sums, dist.ReduceOp.SUM, group)
+
+        probabilities = logits.new_zeros(logits.shape, dtype=torch.float32)
+        sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)
         total, weighted, at_target = sums.unbind()
+        step = max(1, _CHUNK_ELEMENTS // width)
+        for start in range(0, len(logits), step):
+            rows = slice(start, start + step)
+            scaled = (logits[rows, :real].float() - peak[rows, None]) / temperature
+            if real:
+                at_target[rows] = scaled.gather(-1, column[rows, None]).squeeze(-1)
+            exponentials = torch.exp(scaled, out=probabilities[rows, :real])
+            total[rows] = exponentials.sum(dim=-1)
+            weighted[rows] = scaled.mul_(exponentials).sum(dim=-1)
+        at_target.masked_fill_(elsewhere, 0.0)
+        _reduce(sums, dist.ReduceOp.SUM, group)
         log_total = total.log()
 
-        ctx.save_for_backward(exponentials.div_(total[:, None]), column, elsewhere)
+        ctx.save_for_backward(probabilities.div_(total[:, None]), column, elsewhere)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        entropies = log_total - weighted / total
+        entropies = log_total - weighted / total  # of p ~ e^z: log sum e^z - sum p z
         ctx.mark_non_differentiable(entropies)
         return at_target - log_total, entropies
 
@@ -78,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, column, elsewhere = ctx.saved_tensors
         scale = grads[0] / ctx.temperature
-        grad = probabilities * -scale[:, None]
+        grad = probabilities.mul_(-scale[:, None])  # in place: no graph is run backward twice here
         grad.scatter_add_(-1, column[:, None], scale.masked_fill(elsewhere, 0.0)[:, None])
         return grad.to(ctx.dtype), None, None, None, None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ def write(path: Path, config: dict[str, Any]) -> Path:
         ({**QWEN3, "quantization_config": {"quant_method": "awq"}}, ["quantization_config"]),
         ({**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ['rope scaling "yarn"']),
         ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ['rope scaling "linear"']),
+        ({**QWEN3, "num_attention_heads": "six"}, ["not a valid qwen3 config", "num_attention_heads"]),
+        ({**QWEN3, "num_key_value_heads": 4}, ["num_attention_heads = 6 is not a multiple of num_key_value_heads = 4"]),
+        ({**QWEN3, "num_hidden_layers": 0}, ["num_layers = 0 must be positive"]),
     ],
 )
 def test_a_feature_that_is_not_trained_is_refused_by_name(
@@ -65,6 +70,13 @@ def test_both_spellings_of_the_rotary_base_are_read(tmp_path: Path) -> None:
 def test_what_a_llama_config_leaves_out_has_the_models_own_default(tmp_path: Path) -> None:
     llama = read_architecture(write(tmp_path, LLAMA))
     assert (llama.num_kv_heads, llama.head_dim, llama.tied_embeddings) == (6, 16, False)
+
+
+def test_planning_a_run_imports_neither_torch_nor_transformers() -> None:
+    modules = ", ".join(f"asyncrl.training.{name}" for name in ("architecture", "layout", "packing", "schedule"))
+    code = f"import sys, {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_model_that_cannot_be_cut_names_what_is_in_the_way(tmp_path: Path) -> None:

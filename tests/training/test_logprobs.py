@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.training import logprobs as module
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.logprobs import token_logprobs
 from tests.training.ranks import run_ranks
@@ -45,7 +46,11 @@ def compute(layout: RankLayout, dtype: torch.dtype = torch.float32) -> tuple[Ten
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_split_vocabulary_gives_the_values_and_gradients_of_a_whole_one(world_size: int) -> None:
+@pytest.mark.parametrize("chunk", [1 << 22, 3 * PADDED])
+def test_a_split_vocabulary_gives_the_values_and_gradients_of_a_whole_one(
+    world_size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
     results = run_ranks(compute, world_size=world_size) if world_size > 1 else [compute(RankLayout(0, 1, 0, 1))]
     want_logprobs, want_entropies, want_grad = expected()
     for logprobs, entropies, _ in results:
@@ -54,6 +59,18 @@ def test_a_split_vocabulary_gives_the_values_and_gradients_of_a_whole_one(world_
     grad = torch.cat([grad for _, _, grad in results], dim=1)
     assert torch.allclose(grad.double(), want_grad, atol=1e-5)
     assert (grad[:, VOCAB:] == 0).all()
+
+
+def compute_with_idle_rank(layout: RankLayout) -> Tensor:
+    """Vocabulary of 2 over two ranks of width 2: the second holds padding alone."""
+    logits = torch.tensor([[1.0, 2.0], [3.0, 1.0]]) if layout.rank == 0 else torch.full((2, 2), 7.0)
+    return token_logprobs(logits, torch.tensor([0, 1]), temperature=1.0, vocab_size=2, group=dist.group.WORLD)[0]
+
+
+def test_a_rank_that_holds_padding_alone_changes_nothing() -> None:
+    want = torch.log_softmax(torch.tensor([[1.0, 2.0], [3.0, 1.0]]), -1)[[0, 1], [0, 1]]
+    for logprobs in run_ranks(compute_with_idle_rank, world_size=2):
+        assert torch.allclose(logprobs, want)
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:

@@ -33,6 +33,7 @@ from asyncrl.weights.buckets import TensorSpec, plan_buckets
 
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
 """Files of a model directory that are weights, which an export writes anew; everything else is copied."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors that old checkpoints carry though they follow from the config."""
 
@@ -44,7 +45,10 @@ class Checkpoint:
         self.directory = directory
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ModelError(f"{index} is not a safetensors index: {error}") from None
         elif (directory / "model.safetensors").is_file():
             files = ["model.safetensors"]
         else:
@@ -68,10 +72,16 @@ class Checkpoint:
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self) -> torch.dtype:
-        """Numbers of the checkpoint, by its first tensor."""
+        """Numbers of the checkpoint, by its first tensor.
+
+        Raises:
+            ModelError: they are not floats of 16 or 32 bits.
+        """
         name = min(self._handles)
-        tensor: Tensor = self._handles[name].get_tensor(name)
-        return tensor.dtype
+        stored = self._handles[name].get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ModelError(f"{self.directory}: {name} is {stored}; supported: {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._handles[name].get_tensor(name)

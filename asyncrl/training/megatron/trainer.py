@@ -93,8 +93,8 @@ class MegatronTrainer:
             parallel_state.get_tensor_model_parallel_group(),
         )
         checkpoint = Checkpoint(config.model.path)
-        self._weights.load(checkpoint)
         self._source_dtype = checkpoint.dtype()
+        self._weights.load(checkpoint)
         self._optimizer = Optimizer(model, model_config, config.train)
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,38 @@ def test_a_reset_optimizer_steps_as_if_it_were_new(model_directory: Any) -> None
     norms = "model.layers.0.input_layernorm.weight"  # no weight decay: a first Adam step is lr in size
     assert torch.allclose(fresh[norms].abs(), torch.tensor(1e-3), rtol=0.01)
     assert not torch.allclose(carried[norms].abs(), torch.tensor(1e-3), rtol=0.01)
+
+
+def train_in_bfloat16(layout: RankLayout, path: Path, dtype: str) -> tuple[list[float], set[str]]:
+    config = Config.model_validate(
+        {"model": {"path": path, "dtype": dtype}, "train": {**TRAIN, "tensor_parallel": layout.tensor_parallel}}
+    )
+    trainer = MegatronTrainer(config, layout)
+    trainer.init()
+    losses = [trainer.train_sft(batch_of(0), lr=1e-3)["train/loss"] for _ in range(STEPS)]
+    return losses, {str(tensor.dtype) for _, tensor in trainer.export_tensors()}
+
+
+@pytest.mark.parametrize("world", [{"world_size": 2}, {"world_size": 2, "tensor_parallel": 2}], ids=["DP", "TP"])
+def test_bfloat16_follows_float32_with_main_weights_of_its_own(model_directory: Any, world: dict[str, int]) -> None:
+    path = model_directory("qwen3-tied")
+    [(exact, _)] = run_ranks(train_in_bfloat16, path, "float32")
+    for losses, dtypes in run_ranks(train_in_bfloat16, path, "bfloat16", **world):
+        assert dtypes == {"torch.bfloat16"}
+        assert losses == pytest.approx(exact, rel=0.01)
+    assert exact[-1] < exact[0]
+
+
+def train_in_a_thread(layout: RankLayout, path: Path) -> float:
+    with ThreadPoolExecutor(1) as thread:
+        trainer = thread.submit(trainer_of, layout, path).result()
+        return thread.submit(trainer.train, batch_of(0)).result()["train/loss"]
+
+
+def test_it_trains_in_a_thread_that_is_not_the_main_one(model_directory: Any) -> None:
+    path = model_directory("qwen3")
+    [[(metrics, _)], [loss]] = [run_ranks(train_grpo, path, {}), run_ranks(train_in_a_thread, path)]
+    assert loss == metrics[0]["train/loss"]
 
 
 def train_at_zero_lr(layout: RankLayout, path: Path) -> bool:

@@ -136,6 +136,19 @@ def _with_garbage(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"\xff" * 64)
 
 
+def _with_a_broken_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+
+
+def _with_a_file_missing(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+
+
+def _with_quantised_numbers(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()}, path / "model.safetensors")
+
+
 def _with_a_pickle(path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
 
@@ -147,6 +160,9 @@ def _with_a_pickle(path: Path) -> None:
         (_with_a_stranger, "unexpected: model.layers.0.self_attn.sinks"),
         (_with_a_larger_vocabulary, "model.embed_tokens.weight is [101, 48], not [128, 48]"),
         (_with_garbage, "model.safetensors cannot be read"),
+        (_with_a_broken_index, "model.safetensors.index.json is not a safetensors index"),
+        (_with_a_file_missing, "gone.safetensors cannot be read"),
+        (_with_quantised_numbers, "is F8_E4M3; supported: F32, BF16, F16"),
         (_with_a_pickle, "other weight formats are not read"),
     ],
 )
