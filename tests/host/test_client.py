@@ -81,8 +81,8 @@ async def test_a_block_longer_than_the_deadline_is_no_timeout(
 
 
 async def test_a_silent_host_is_a_timeout_that_names_it(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.host.client.ANSWER_TIMEOUT_S", 0.2)
     await host.spawn(ProcessSpec("first", ("true",)))
+    monkeypatch.setattr("asyncrl.host.client.ANSWER_TIMEOUT_S", 0.2)
     os.kill(host.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"no spawn from engine-0 after 0\.2 s"):
         await host.spawn(ProcessSpec("engine-0", ("sleep", "100")))

@@ -112,7 +112,7 @@ async def test_kill_is_at_once(host: EngineHost, roster: Roster, tree: TreeSpec,
     ended = await host.kill("engine-0")
     assert (ended.returncode, ended.requested, ended.log_tail) == (-signal.SIGKILL, True, "the tree has grown")
     await roster.empty(1)
-    told = [event for event in events.recent if event["kind"].startswith("process.")]
+    told = [event for event in events.recent if event["kind"].startswith("process_")]
     assert [event["kind"] for event in told] == ["process_spawned", "process_exited"]
     assert told[1] | {"pid": pid, "name": "engine-0", "returncode": -9, "requested": True, "survivors": 0} == told[1]
 
