@@ -9,7 +9,6 @@ Invariants
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -32,6 +31,7 @@ from asyncrl.inference.lifecycle import LIVE, ROUTABLE
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.ports import PortAllocator
 from asyncrl.inference.router import RouterClient
+from asyncrl.inference.scratch import Scratch
 from asyncrl.inference.supervision import Supervisor
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums, abbreviate, differing
@@ -86,8 +86,7 @@ class InferenceController:
         self._model_path = model_path
         self._logs = run_dir / "logs"
         self._ports = PortAllocator()
-        # Short, since sockets go there whose paths may have 107 characters; a run directory may be deep.
-        self._scratch = tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True)
+        self._scratch = Scratch(run_dir)
         self._memory = Memory(layout.device)
         self._references: dict[str, Checksums] = {}
         self._engines: tuple[ManagedEngine, ...] = ()
@@ -105,6 +104,7 @@ class InferenceController:
         self._logs.mkdir(parents=True, exist_ok=True)
         port = config.router.port
         router_port = self._ports.single() if port is None else self._ports.given(port, "router.port")
+        self._scratch.create()
         session = self._session = new_session()
         router = RouterClient(f"http://{address}:{router_port}", session)
         self._engines = tuple(
@@ -127,7 +127,7 @@ class InferenceController:
             events=self._events,
             model_path=self._model_path,
             router_log=self._logs / "router.log",
-            scratch=Path(self._scratch.name),
+            scratch=self._scratch.path,
         )
         updates = WeightUpdates(
             self._engines,
@@ -156,7 +156,7 @@ class InferenceController:
             if self._session is not None:
                 await self._session.close()
             self._ports.close()
-            await anyio.to_thread.run_sync(self._scratch.cleanup)
+            await anyio.to_thread.run_sync(self._scratch.remove)
 
     # what the loop asks
 

@@ -30,7 +30,7 @@ from asyncrl.inference.exits import describe_exit, indent
 from asyncrl.inference.launch import engine_argv, engine_environment, router_argv
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.router import RouterClient
-from asyncrl.inference.shared_memory import mapped_files, unlink
+from asyncrl.inference.scratch import mapped_files, unlink
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:

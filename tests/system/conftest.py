@@ -22,6 +22,7 @@ from asyncrl.data.fleet import EngineState, UpdateAck
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.scratch import mapped_files
 from asyncrl.observability.events import EventLog
 from tests.tiny_model import write_tiny_qwen3
 
@@ -110,8 +111,12 @@ async def fleet(
                 await controller.wait_ready()
                 yield shared
             finally:
+                files = mapped_files(host.pid)
                 await controller.dispose()
     events.close()
+    assert files, "the engine's shared memory was not found, so its end cannot be seen"
+    assert [path for path in files if path.exists()] == []
+    assert not (run_dir / "tmp").exists()
 
 
 @pytest.fixture

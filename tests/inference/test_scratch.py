@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.inference.shared_memory import mapped_files, unlink
+from asyncrl.inference.scratch import Scratch, mapped_files, unlink
 
 CHILD = """
 import mmap, os, sys
@@ -40,3 +41,24 @@ def test_a_file_that_is_unlinked_already_is_not_listed() -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 16):
         path.unlink()
         assert not any("test-gone" in str(found) for found in mapped_files(os.getpid()))
+
+
+def test_scratch_lies_in_the_run_directory_and_starts_empty(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    scratch.create()
+    assert scratch.path == tmp_path / "tmp"
+    (scratch.path / "left-by-a-killed-attempt").touch()
+    scratch.create()
+    assert list(scratch.path.iterdir()) == []
+    scratch.remove()
+    scratch.remove()
+    assert not scratch.path.exists()
+
+
+def test_a_run_directory_too_deep_for_sockets_gets_its_scratch_elsewhere(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path / ("d" * 90))
+    scratch.create()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(scratch.path / "tmp12345678"))
+    scratch.remove()
+    assert not scratch.path.exists()
