@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # torch stays out of the driver until the engines are on thei
     from asyncrl.training.train_group import TrainGroup
 
 
+_PROGRESS_STEPS = 20
+"""The display hears of the warm-up's progress every so many steps."""
+
+
 async def warm_up(job: Job, trainer: TrainGroup) -> None:
     """Trains `warmup.steps` steps on the warm-up's examples, then forgets the optimizer's state. Nothing without steps.
 
@@ -28,14 +32,16 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
     config = job.config.warmup
     if config.steps == 0:
         return
-    examples = await anyio.to_thread.run_sync(_load, job)
     rising = max(1, config.steps // 10)
-    for step in range(config.steps):
-        with job.record.phase(f"warm-up {step}/{config.steps}" if step % 20 == 0 else "warm-up"):
-            batch = examples.next_batch(step)
-            metrics = await trainer.train_sft(batch, config.lr * min(1.0, (step + 1) / rising))
+    with job.record.phase("warm-up"):
+        examples = await anyio.to_thread.run_sync(_load, job)
+        for first in range(0, config.steps, _PROGRESS_STEPS):
+            with job.record.phase(f"warm-up {first}/{config.steps}"):
+                for step in range(first, min(first + _PROGRESS_STEPS, config.steps)):
+                    lr = config.lr * min(1.0, (step + 1) / rising)
+                    metrics = await trainer.train_sft(examples.next_batch(step), lr)
+        await trainer.reset_optimizer()
     job.record.note(f"warm-up: {config.steps} supervised steps, loss {metrics['train/loss']:.3f}")
-    await trainer.reset_optimizer()
 
 
 async def evaluate(job: Job, controller: InferenceController, executor: RolloutExecutor, step: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import math
 import os
 import sys
 import threading
@@ -145,6 +146,11 @@ def step_line(state: DisplayState, report: StepReport) -> str:
     return "  ".join(parts)
 
 
+def _news() -> tuple[Wait, ...]:
+    """Waits worth showing: supervision waits for exits without end, and that is no news."""
+    return tuple(wait for wait in WAITS.snapshot() if math.isfinite(wait.deadline_s))
+
+
 def idle_line(state: DisplayState, waits: tuple[Wait, ...], now: float) -> str:
     """What is going on, for when nothing was said for a while."""
     where = state.phase if state.last is None else f"{progress_text(state)}, {state.phase}"
@@ -255,7 +261,7 @@ class PlainDisplay(_Drawn):
         while not self._stopped.wait(min(1.0, self._quiet_s)):
             now = time.monotonic()
             if now - self._said >= self._quiet_s:
-                self.note(idle_line(self._state, WAITS.snapshot(), now))
+                self.note(idle_line(self._state, _news(), now))
 
 
 class _LinesAbove(io.TextIOBase):
@@ -328,7 +334,7 @@ class LiveDisplay(_Drawn):
         atexit.unregister(self.stop)
 
     def _render(self) -> RenderableType:
-        return render(self._state, WAITS.snapshot(), time.monotonic())
+        return render(self._state, _news(), time.monotonic())
 
     def _run(self) -> None:
         live = Live(
