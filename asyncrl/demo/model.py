@@ -103,7 +103,7 @@ def _config_files() -> dict[str, dict[str, Any]]:
 
 
 def _initial_weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Named tensors [out, in]: normal, scaled to keep activations of order one; what writes into the residual is damped by depth."""
+    """Named tensors [out, in]: normal, activations of order one; what writes into the residual is damped by depth."""
     rng = np.random.default_rng(SEED)
     damping = 1 / math.sqrt(2 * LAYERS)
 

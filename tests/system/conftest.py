@@ -8,6 +8,7 @@ fixture has session scope, so anyio keeps its runner), one after the other. A te
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,21 +81,18 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_qwen3(base / "first", seed=1), write_tiny_qwen3(base / "second", seed=2)
 
 
-@pytest.fixture(scope="session")
-async def fleet(
-    anyio_backend: object, tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[RealFleet]:
-    """Started and ready; it may or may not hold published weights yet."""
-    run_dir = tmp_path_factory.mktemp("run")
-    config = fleet_config(tiny_models[0], run_dir)
+@asynccontextmanager
+async def started_fleet(models: tuple[Path, Path], run_dir: Path, **engine: Any) -> AsyncIterator[RealFleet]:
+    """A fleet of its own, ready, with settings of the `engine` section; its end leaves no file."""
+    config = fleet_config(models[0], run_dir, **engine)
     layout = plan_layout(config, Machine())
     events = EventLog(run_dir / "events.jsonl")
 
     async with EngineHost.start(run_dir / "logs") as host:
         controller = InferenceController(
-            config, host=host, events=events, layout=layout, model_path=tiny_models[0], run_dir=run_dir
+            config, host=host, events=events, layout=layout, model_path=models[0], run_dir=run_dir
         )
-        shared = RealFleet(config, layout, host, controller, events, run_dir, tiny_models)
+        shared = RealFleet(config, layout, host, controller, events, run_dir, models)
 
         async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
             # In a task of its own, so that a failing fleet fails tests by its error and cancels nothing of pytest's.
@@ -117,6 +115,15 @@ async def fleet(
     assert files, "the engine's shared memory was not found, so its end cannot be seen"
     assert [path for path in files if path.exists()] == []
     assert not (run_dir / "tmp").exists()
+
+
+@pytest.fixture(scope="session")
+async def fleet(
+    anyio_backend: object, tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RealFleet]:
+    """Started and ready; it may or may not hold published weights yet."""
+    async with started_fleet(tiny_models, tmp_path_factory.mktemp("run")) as fleet:
+        yield fleet
 
 
 @pytest.fixture

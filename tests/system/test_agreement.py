@@ -22,7 +22,7 @@ from asyncrl.inference.engine_api import EngineClient
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.transports import make_transport
-from tests.system.conftest import RealFleet
+from tests.system.conftest import RealFleet, started_fleet
 
 pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -98,11 +98,9 @@ def assert_greedy_equals_export(answers: list[list[int]], export: Path) -> None:
         assert gap.max() < NEAR_TIE, f"an engine left the export's greedy path by {gap.max():.2e} nat"
 
 
-async def test_engine_and_trainer_agree_at_every_temperature_and_after_every_publication(
-    serving_fleet: RealFleet, tmp_path: Path
-) -> None:
-    fleet = serving_fleet
-    data = tmp_path / "prompts.jsonl"
+async def check_agreement(fleet: RealFleet, directory: Path, temperatures: tuple[float, ...]) -> None:
+    """Publishes, samples and trains at each temperature in turn, and compares after every step."""
+    data = directory / "prompts.jsonl"
     data.write_text("".join(f'{{"prompt": "count {i} and on"}}\n' for i in range(64)))
     base = config_at(fleet, data, 1.0)
     async with anyio.create_task_group() as tasks:
@@ -118,7 +116,7 @@ async def test_engine_and_trainer_agree_at_every_temperature_and_after_every_pub
             await trainer.init()
             await trainer.update_weights()
             before = (await greedy_of_engines(fleet))["engine-0"]
-            for rollout_id, temperature in enumerate((0.7, 1.0, 1.3)):
+            for rollout_id, temperature in enumerate(temperatures):
                 async with executor_at(fleet, config_at(fleet, data, temperature)) as executor:
                     batch = await executor.get(0)
                 assert batch.temperature == temperature
@@ -128,7 +126,7 @@ async def test_engine_and_trainer_agree_at_every_temperature_and_after_every_pub
                 assert metrics["train/logprob_diff_max"] < 1e-3
                 await trainer.update_weights(rollout_id)
 
-                export = tmp_path / f"export-{rollout_id}"
+                export = directory / f"export-{rollout_id}"
                 await trainer.export_hf(export)
                 answers = await greedy_of_engines(fleet)
                 for answer in answers.values():
@@ -137,3 +135,17 @@ async def test_engine_and_trainer_agree_at_every_temperature_and_after_every_pub
         finally:
             await trainer.dispose()
             tasks.cancel_scope.cancel()
+
+
+async def test_engine_and_trainer_agree_at_every_temperature_and_after_every_publication(
+    serving_fleet: RealFleet, tmp_path: Path
+) -> None:
+    await check_agreement(serving_fleet, tmp_path, (0.7, 1.0, 1.3))
+
+
+@pytest.mark.long
+async def test_a_tensor_parallel_engine_agrees_with_the_trainer(
+    anyio_backend: object, tiny_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async with started_fleet(tiny_models, tmp_path, tensor_parallel=2) as fleet:
+        await check_agreement(fleet, tmp_path, (1.0,))
