@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,14 +106,12 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
 def serve_rank(config: Config, make_trainer: TrainerFactory, environment: RankEnvironment | None = None) -> None:
     """The whole life of a rank >= 1: joins, executes what rank 0 commands, returns when told to stop.
 
-    SIGINT and SIGTERM are ignored: rank 0 decides, and torchrun's agent ends what does not follow.
+    Which signals end the process is the caller's affair (asyncrl.exit_protocol).
 
     Raises:
         TrainerError: a command failed here; rank 0 has been told, and everybody should end.
     """
     environment = environment or RankEnvironment.from_environ()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     store = rendezvous(environment, config.train.init_timeout_s)
     address = LinkAddress.decode(store.get(_LINK_KEY).decode())
     link = LinkClient(address, environment.rank, config.train.init_timeout_s)
