@@ -91,6 +91,10 @@ HOW = {
 MODES = ["listen", "stuck", "undisposable"]
 
 
+def name_of(value: object) -> str:
+    return "+".join(signum.name for signum in value) if isinstance(value, tuple) else str(value)
+
+
 @pytest.mark.parametrize("who", HOW)
 async def test_nothing_outlives_a_job_that_listens(tmp_path: Path, who: str) -> None:
     await at_once(tmp_path, FAKE_AGENT, "listen", *((who, how) for how in HOW[who]))
@@ -100,7 +104,7 @@ async def test_nothing_outlives_a_job_that_listens(tmp_path: Path, who: str) -> 
 async def test_nothing_outlives_a_job_that_does_not(tmp_path: Path, mode: str) -> None:
     for output in await at_once(tmp_path, FAKE_AGENT, mode, ("agent", (INT,)), ("agent", (HUP,)), ("rank-0", (TERM,))):
         assert "rank 0 leaves by force: stopping after SIG" in output
-        assert "rank 1 leaves by force: rank 0 is gone" in output
+        assert "rank 1 leaves by force: " in output  # at its own deadline, or 2 s after rank 0
 
 
 async def at_once(
@@ -110,7 +114,7 @@ async def at_once(
     outputs = []
 
     async def one(who: str, how: tuple[signal.Signals, ...]) -> None:
-        place = directory / "+".join((who, *(signum.name for signum in how)))
+        place = directory / f"{who}-{name_of(how)}"
         place.mkdir()
         async with job(place, agent, mode) as running:
             await hit(running, who, how)
@@ -153,7 +157,7 @@ async def test_torchrun_killed_takes_its_ranks_along(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("who", "how"), [(who, how) for who in HOW for how in HOW[who]])
+@pytest.mark.parametrize(("who", "how"), [(who, how) for who in HOW for how in HOW[who]], ids=name_of)
 async def test_nothing_outlives_torchrun(tmp_path: Path, mode: str, who: str, how: tuple[signal.Signals, ...]) -> None:
     await at_once(tmp_path, TORCHRUN, mode, (who, how))
 
