@@ -56,7 +56,7 @@ class RolloutBatch:
 
     @classmethod
     def from_groups(cls, rollout_id: int, groups: Sequence[SampleGroup], temperature: float) -> RolloutBatch:
-        """Packs the scored samples of `groups`; a sample without a reward is left out (its group's other samples stay)."""
+        """Packs the scored samples of `groups`; one without a reward is left out, its group's other samples stay."""
         samples: list[Sample] = []
         index: list[int] = []
         for i, group in enumerate(groups):

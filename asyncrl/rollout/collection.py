@@ -14,12 +14,16 @@ from asyncrl.errors import RewardError, RolloutError
 
 
 def drop_reason(group: SampleGroup, min_usable: int) -> str | None:
-    """Why `group` cannot be trained, or None. GRPO needs two rewards to compare."""
+    """Why `group` cannot be trained, in words that recur, or None. GRPO needs two rewards to compare."""
     usable = sum(sample.reward is not None for sample in group.samples)
     if usable >= min_usable:
         return None
-    first = next((sample.failure for sample in group.samples if sample.failure is not None), "no samples")
-    return f"only {usable} of {len(group.samples)} samples usable: {first}"
+    return f"only {usable} of {len(group.samples)} samples usable ({first_failure(group).partition(':')[0]})"
+
+
+def first_failure(group: SampleGroup) -> str:
+    """The first failed sample's own reason; empty when none failed."""
+    return next((sample.failure for sample in group.samples if sample.failure is not None), "")
 
 
 @dataclass(slots=True)
@@ -31,17 +35,21 @@ class Collection:
     max_drops: int
     dropped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    failure: str = ""
+    """What failed first."""
 
-    def drop(self, reason: str) -> RolloutError | None:
+    def drop(self, reason: str, failure: str) -> RolloutError | None:
         """Counts a drop; returns an error when there were more than a healthy run ever sees."""
         self.dropped += 1
         self.reasons[reason] += 1
+        self.failure = self.failure or failure
         if self.dropped <= self.max_drops:
             return None
         common, count = self.reasons.most_common(1)[0]
         return RolloutError(
             f"{self.dropped} prompt groups failed while a batch of {self.wanted} was gathered; "
-            f"most often ({count} times): {common}; see logs/ and events.jsonl in the run directory"
+            f"most often ({count} times): {common}; the first failure: {self.failure}; "
+            "see logs/ and events.jsonl in the run directory"
         )
 
 

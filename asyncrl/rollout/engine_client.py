@@ -20,7 +20,7 @@ import aiohttp
 import anyio
 import msgspec
 
-from asyncrl.observability.waits import waiting
+from asyncrl.observability.waits import WAITS, waiting
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy
 from asyncrl.rollout.wire import AttemptFailed, Generation, decode_answer, encode_request
@@ -75,6 +75,7 @@ class EngineClient:
         self._failed_attempts: Counter[FailureKind] = Counter()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=_KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
 
@@ -110,7 +111,8 @@ class EngineClient:
                     if delay_s is None:
                         self._failed += 1
                         raise GenerationFailed(f"{failure} (attempt {attempt + 1}, the last)") from failure
-                    await anyio.sleep(delay_s)
+                    with WAITS.register("next attempt", f"router, after {failure.kind} of {sample_id}", delay_s):
+                        await anyio.sleep(delay_s)
                     attempt += 1
                 else:
                     self._completed += 1

@@ -32,7 +32,7 @@ from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import AsyncRLError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
-from asyncrl.rollout.collection import Collection, FirstBatchCheck, drop_reason
+from asyncrl.rollout.collection import Collection, FirstBatchCheck, drop_reason, first_failure
 from asyncrl.rollout.engine_client import ClientStatistics, EngineClient
 from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
 from asyncrl.rollout.events import Evaluated, RewardFailed
@@ -238,13 +238,6 @@ class RolloutExecutor:
         """Whole batches in one pass over the data; DataError when the data does not fill one."""
         return self._started.stream.num_rollouts_per_epoch(self._config.rollout.prompts_per_step)
 
-    @property
-    def last_rollout(self) -> RolloutMetrics:
-        """Figures of the batch that `get` returned last. RolloutError before the first."""
-        if self._last_rollout is None:
-            raise RolloutError("there is no rollout yet; get one first")
-        return self._last_rollout
-
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(
             groups=self._ledger.counts(),
@@ -294,7 +287,7 @@ class RolloutExecutor:
                     groups[slot] = group
                 else:
                     drawn.discard(group.group_id)
-                    stop_on(collection.drop(reason))
+                    stop_on(collection.drop(reason, first_failure(group)))
 
         try:
             async with anyio.create_task_group() as gathering:

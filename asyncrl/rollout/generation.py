@@ -87,7 +87,7 @@ class GroupGenerator:
                 finish_reason="abort",
                 versions=(),
                 text="",
-                failure=f"generation: {failure}",
+                failure=f"generation {failure}",
             )
         return Sample(
             sample_id=sample_id,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ async def test_a_group_without_enough_samples_is_replaced(
     dropped = [line for line in events.recent if line["kind"] == "group_dropped"]
     assert len(dropped) == int(not kept)
     if dropped:
-        assert f"only {usable} of 4 samples usable: generation: refused: HTTP 400" in dropped[0]["reason"]
+        assert f"only {usable} of 4 samples usable (generation refused)" in dropped[0]["reason"]
 
 
 async def test_when_everything_fails_get_ends_with_counts_and_the_first_failure(start_executor: StartExecutor) -> None:
@@ -164,7 +165,10 @@ async def test_when_everything_fails_get_ends_with_counts_and_the_first_failure(
         scripted_engine(lambda request, number: Action(fault="status", status=400)) as engine,
         start_executor(engine) as executor,
     ):
-        with pytest.raises(RolloutError, match=r"9 prompt groups failed while a batch of 3.*HTTP 400: scripted"):
+        with pytest.raises(
+            RolloutError,
+            match=r"9 prompt groups failed .* a batch of 3.*first failure: generation refused: HTTP 400: scripted",
+        ):
             await executor.get(0)
         groups = executor.statistics().groups
         assert groups[GroupState.DROPPED] >= 9 and sum(groups.values()) == groups[GroupState.DROPPED]
@@ -279,20 +283,26 @@ async def test_evaluation_is_greedy_over_all_held_out_prompts(start_executor: St
         assert report.as_dict()["eval/accuracy"] == 0.75
 
 
-async def test_whatever_fails_in_an_evaluation_is_a_skipped_point_with_a_reason(
-    start_executor: StartExecutor, prompts: Path, events: EventLog
-) -> None:
+async def test_an_evaluation_that_does_not_end_is_a_skipped_point(start_executor: StartExecutor, prompts: Path) -> None:
     evaluation = {"data": {"source": str(prompts)}, "timeout_s": 0.3}
     async with scripted_engine() as engine, start_executor(engine, eval=evaluation) as executor:
         engine.script = lambda request, number: Action(fault="hang" if number == 5 else None)
         report = await executor.eval(0)
-        assert report.accuracy is None and "39 prompts were done" in str(report.skipped) and report.as_dict() == {}
+        assert report.accuracy is None and report.as_dict() == {}
+        assert re.search(r"no evaluation .* after 0.3 s; \d+ prompts were done", str(report.skipped))
+        await engine.until(lambda e: e.in_flight == 0)
+
+
+async def test_failed_samples_of_an_evaluation_are_counted_and_too_many_skip_the_point(
+    start_executor: StartExecutor, prompts: Path, events: EventLog
+) -> None:
+    async with scripted_engine() as engine, start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor:
         engine.script = lambda request, number: Action(fault="status", status=400)
-        assert "40 of 40 samples failed; the first: generation: refused" in str((await executor.eval(1)).skipped)
+        assert "40 of 40 samples failed; the first: generation refused" in str((await executor.eval(1)).skipped)
         engine.script = lambda request, number: Action(fault="refuse" if number % 4 == 0 else None)
         report = await executor.eval(2)
         assert report.accuracy == 1.0 and report.failed_samples == 10
-    assert [line["skipped"] is None for line in events.recent if line["kind"] == "evaluated"] == [False, False, True]
+    assert [line["skipped"] is None for line in events.recent if line["kind"] == "evaluated"] == [False, True]
     async with scripted_engine() as engine, start_executor(engine) as executor:
         assert "there are no held-out prompts" in str((await executor.eval(0)).skipped)
 
@@ -334,7 +344,7 @@ async def test_sampling_that_cannot_work_is_refused(start_executor: StartExecuto
 @given(wanted=st.integers(1, 20), drops=st.integers(0, 60), max_drops=st.integers(0, 50))
 def test_a_collection_gives_up_exactly_when_its_budget_is_spent(wanted: int, drops: int, max_drops: int) -> None:
     collection = Collection(wanted, max_drops)
-    verdicts = [collection.drop("x") for _ in range(drops)]
+    verdicts = [collection.drop("x", "y") for _ in range(drops)]
     assert [v is not None for v in verdicts] == [i >= max_drops for i in range(drops)]
 
 

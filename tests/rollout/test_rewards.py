@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +16,7 @@ from blockbuster import blockbuster_ctx
 
 from asyncrl.config.rollout import RewardConfig
 from asyncrl.data.sample import Prompt, Sample, VersionSpan
-from asyncrl.errors import RewardError
+from asyncrl.errors import EngineError, RewardError
 from asyncrl.host import EngineHost
 from asyncrl.rollout.rewards.registry import Runs, resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
@@ -49,17 +51,14 @@ async def scorer_of(
     workers: int = 1,
     **args: Any,
 ) -> AsyncIterator[Scorer]:
-    name = (
-        function
-        if function.isidentifier() and not hasattr(sys.modules.get(MODULE), function)
-        else f"{MODULE}:{function}"
-    )
+    name = function if function == "exact_match" else f"{MODULE}:{function}"
     config = RewardConfig(function=name, args=args, timeout_s=timeout_s, workers=workers if host is not None else 0)
     scorer = Scorer(resolve_reward(config.function, config.args), config, host=host, log_dir=log_dir)
     async with anyio.create_task_group() as tasks:
         try:
             with blockbuster_ctx("asyncrl") as guard:
                 guard.functions["os.stat"].can_block_in("anyio/_core/_sockets.py", "setup_unix_local_socket")
+                guard.functions["io.BufferedReader.read"].can_block_in("asyncrl/host/server.py", "log_tail")
                 await scorer.start(tasks)
                 yield scorer
         finally:
@@ -205,6 +204,40 @@ async def test_without_workers_a_sync_function_runs_here(tmp_path: Path) -> None
 
 
 # workers
+
+
+def test_a_worker_starts_without_torch() -> None:
+    code = "import sys, asyncrl.rollout.rewards.worker; print({'torch', 'transformers', 'anyio'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"
+
+
+async def test_a_worker_killed_or_stopped_from_outside_is_replaced(tmp_path: Path, host: EngineHost) -> None:
+    pid_file = tmp_path / "pid"
+    async with scorer_of("where", tmp_path, host=host, timeout_s=1.0, file=str(pid_file)) as scorer:
+        assert (await scorer.score(*sample_of())).reward == 1.0
+        await host.signal("reward-worker-0.0", signal.SIGKILL)
+        await host.wait("reward-worker-0.0")
+        assert (await scorer.score(*sample_of())).failure == "the reward worker died (exit code -9)"
+        assert (await scorer.score(*sample_of())).reward == 1.0
+        await host.signal("reward-worker-0.1", signal.SIGSTOP)
+        assert (await scorer.score(*sample_of())).failure == "the reward took longer than 1 s and was ended"
+        assert (await scorer.score(*sample_of())).reward == 1.0
+
+
+async def test_the_death_of_the_host_is_the_error_that_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as error:
+        async with EngineHost.start(tmp_path) as host, scorer_of("good", tmp_path, host=host) as scorer:
+            os.kill(host.pid, signal.SIGKILL)
+            await host_gone(host)
+            with anyio.fail_after(20):
+                while True:  # its guardian ends the worker a moment later
+                    await scorer.score(*sample_of())
+    assert error.group_contains(EngineError, match="engine host")
+
+
+async def host_gone(host: EngineHost) -> None:
+    with pytest.raises(EngineError):
+        await host.wait("reward-worker-0.0")
 
 
 async def test_a_worker_scores_in_its_own_main_thread_and_sees_everything(tmp_path: Path, host: EngineHost) -> None:

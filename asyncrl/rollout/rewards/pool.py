@@ -184,7 +184,7 @@ class WorkerPool:
             name=name,
             argv=(sys.executable, "-m", "asyncrl.rollout.rewards.worker", str(path)),
             env={"OMP_NUM_THREADS": "1"},
-            log_path=str(self._log_dir / f"{name}.log"),
+            log_path=str(self._log_dir / f"{name.partition('.')[0]}.log"),
         )
         async with await anyio.create_unix_listener(path) as listener:
             await self._host.spawn(spec)
