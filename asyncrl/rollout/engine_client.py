@@ -139,6 +139,10 @@ class EngineClient:
         if self._on_failure is not None:
             self._on_failure(
                 RequestFailed(
-                    sample_id=sample_id, attempt=attempt, failure=failure.kind, detail=failure.detail, retried=retried
+                    sample_id=sample_id,
+                    request_attempt=attempt,
+                    failure=failure.kind,
+                    detail=failure.detail,
+                    retried=retried,
                 )
             )

@@ -78,7 +78,7 @@ class RequestFailed(Event):
 
     kind: ClassVar[str] = "request_failed"
     sample_id: str
-    attempt: int
+    request_attempt: int
     failure: str
     detail: str
     retried: bool

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -8,7 +9,9 @@ import msgspec
 import pytest
 from blockbuster import blockbuster_ctx
 
+from asyncrl.observability.events import Event
 from asyncrl.observability.waits import WAITS
+from asyncrl.rollout import events as rollout_events
 from asyncrl.rollout.engine_client import EngineClient, GenerationFailed
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryPolicy
@@ -70,7 +73,7 @@ async def test_a_fault_that_passes_costs_attempts_but_not_the_sample(fault: Faul
     ):
         generation = await generate(client)
         assert generation.output_ids.tolist() == [1, 2, 3]
-        assert [(f.attempt, f.failure, f.retried) for f in heard] == [(0, kind, True), (1, kind, True)]
+        assert [(f.request_attempt, f.failure, f.retried) for f in heard] == [(0, kind, True), (1, kind, True)]
         assert client.statistics().failed_attempts == {kind: 2}
         rids = [str(request["rid"]) for request in engine.requests]
         assert len(set(rids)) == 3 and len({len(rid) for rid in rids}) == 1
@@ -158,3 +161,9 @@ async def test_no_id_is_used_by_two_clients() -> None:
         await generate(one)
         await generate(other)
         assert engine.requests[0]["rid"] != engine.requests[1]["rid"]
+
+
+def test_no_event_of_the_rollout_side_hides_a_field_of_the_line_it_is_written_on() -> None:
+    for event in (e for e in vars(rollout_events).values() if isinstance(e, type) and issubclass(e, Event)):
+        own = {field.name for field in dataclasses.fields(event)}
+        assert not own & {"v", "attempt", "time", "kind"}, event
