@@ -62,7 +62,10 @@ def engine_alone_s(model: Path, work: Path) -> float:
         dtype=loaded.layout.dtype,
         context_length=None,
     )
-    environment = engine_environment(placement, device=loaded.layout.device, cores=loaded.machine.cpus)
+    (work / "tmp").mkdir(exist_ok=True)
+    environment = engine_environment(
+        placement, device=loaded.layout.device, cores=loaded.machine.cpus, scratch=work / "tmp"
+    )
     url = f"http://{loaded.config.run.host}:{argv[argv.index('--port') + 1]}/generate"
     ports.close()
     body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).encode()

@@ -79,6 +79,8 @@ def engine_environment(
         # /health as a generation never answers while the engine is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # The job's servers bind to loopback; so does the wire of its weights.
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     if device == "cpu":
         environment |= {

@@ -6,7 +6,6 @@ a second, and it does not matter what the test process has done before. Scenario
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -32,6 +31,7 @@ from asyncrl.training.layout import RankLayout
 from asyncrl.training.rank import serve_rank
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.buckets import TensorSpec
+from tests.training.ranks import fork_server
 
 Fault = Callable[[], None]
 Faults = Mapping[tuple[int, str], Fault]
@@ -157,8 +157,7 @@ def run_world(
         linger_s: how long the other ranks may take to end after rank 0 has.
     """
     began = time.monotonic()
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__, "pytest"])
+    server = fork_server()
     parsed = Config.model_validate(config or {})
     make_trainer = partial(ScriptedTrainer, faults=faults or {})
     work = cloudpickle.dumps((parsed, make_trainer, scenario))

@@ -20,14 +20,21 @@ from asyncrl.training.megatron.model import PolicyModel
 
 
 class Optimizer:
-    """Gradients, Adam state and weights of one rank; data-parallel ranks hold a part of the Adam state each."""
+    """Gradients, Adam state and weights of one rank.
 
-    def __init__(self, model: PolicyModel, config: TransformerConfig, train: TrainConfig) -> None:
+    Several data-parallel ranks hold a part of the Adam state each. A single one does without Megatron's distributed
+    optimizer, which would copy all weights and gradients through collectives of one.
+    """
+
+    def __init__(
+        self, model: PolicyModel, config: TransformerConfig, train: TrainConfig, *, data_parallel: int
+    ) -> None:
+        self._sharded = data_parallel > 1
         bf16 = config.params_dtype == torch.bfloat16
         wrapped = Float16Module(config, model) if bf16 else model
         self.ddp = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded),
             wrapped,
         )
         self._train = train
@@ -43,7 +50,7 @@ class Optimizer:
                 clip_grad=train.grad_clip,
                 bf16=bf16,
                 params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=self._sharded,
             ),
             [self.ddp],
             use_gloo_process_groups=False,
@@ -81,7 +88,7 @@ class Optimizer:
         """Moves weights and Adam state to host memory and drops the gradient buffers."""
         for buffer in self.ddp.buffers:
             buffer.offload_to_cpu(move_params=True, move_grads=True)
-        self._move_state(torch.device("cpu"))
+        self._move(torch.device("cpu"))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
@@ -89,14 +96,19 @@ class Optimizer:
         """Undoes `offload`."""
         for buffer in self.ddp.buffers:
             buffer.reload_from_cpu(move_params=True, move_grads=True)
-        self._move_state(torch.device("cuda", torch.cuda.current_device()))
+        self._move(torch.device("cuda", torch.cuda.current_device()))
         torch.cuda.synchronize()
 
-    def _move_state(self, device: torch.device) -> None:
+    def _move(self, device: torch.device) -> None:
+        """Moves what lies outside Megatron's buffers; the weights of sharded ranks are views of those."""
+        if not self._sharded:
+            for parameter in self.ddp.parameters():
+                parameter.data = parameter.data.to(device)
         for optimizer in self._adams():
             for state in optimizer.state.values():
-                state.update({key: value.to(device) for key, value in state.items() if torch.is_tensor(value)})
-            if self._bf16:  # float32 main weights; in float32 training they are views of weights that moved already
+                # moments only: torch's step count, a scalar, stays on the host
+                state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0})
+            if self._bf16:  # main weights in float32; in float32 training the weights are their own
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.data = parameter.data.to(device)

@@ -95,7 +95,7 @@ class MegatronTrainer:
         checkpoint = Checkpoint(config.model.path)
         self._source_dtype = checkpoint.dtype()
         self._weights.load(checkpoint)
-        self._optimizer = Optimizer(model, model_config, config.train)
+        self._optimizer = Optimizer(model, model_config, config.train, data_parallel=layout.data_parallel)
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
         """One training step on a rollout batch: `train.minibatches` optimizer steps with `train.loss`.
