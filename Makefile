@@ -21,7 +21,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --nproc-per-node 1 entrypoints/train.py @ entrypoints/recipes/demo.toml --run.if-exists new
+	$(BIN)/torchrun --nproc-per-node 1 entrypoints/train.py @ entrypoints/recipes/demo.toml
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

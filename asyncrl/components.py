@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio.to_thread
 
-from asyncrl.config import Config
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.job import Job
@@ -25,8 +24,6 @@ from asyncrl.phases import evaluate, export, warm_up
 if TYPE_CHECKING:
     from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
-    from asyncrl.training.commands import Trainer
-    from asyncrl.training.layout import RankLayout
     from asyncrl.training.train_group import TrainGroup
 
 
@@ -82,6 +79,7 @@ def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
 async def create_train_group(job: Job, components: RolloutComponents) -> TrainGroup:
     """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`."""
     from asyncrl.inference.engine_api import EngineClient
+    from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
     from asyncrl.weights.transports import make_transport
 
@@ -104,13 +102,6 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
     return trainer
 
 
-def make_trainer(config: Config, layout: RankLayout) -> Trainer:
-    """The trainer of one rank; called in the thread that will train."""
-    from asyncrl.training.megatron.trainer import MegatronTrainer
-
-    return MegatronTrainer(config, layout)
-
-
 __all__ = [
     "Job",
     "RolloutComponents",
@@ -118,7 +109,6 @@ __all__ = [
     "create_train_group",
     "evaluate",
     "export",
-    "make_trainer",
     "run_job",
     "warm_up",
 ]

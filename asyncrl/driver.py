@@ -144,7 +144,7 @@ async def _run(
 
 def _serve(loaded: LoadedConfig) -> int:
     """Ranks >= 1: execute what rank 0 commands."""
-    from asyncrl.components import make_trainer
+    from asyncrl.training.factory import make_trainer
     from asyncrl.training.rank import serve_rank
 
     with logging_to(None, rank=loaded.machine.rank):

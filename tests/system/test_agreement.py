@@ -15,11 +15,11 @@ import anyio.to_thread
 import pytest
 import torch
 
-from asyncrl.components import make_trainer
 from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.rollout.executor import RolloutExecutor
+from asyncrl.training.factory import make_trainer
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.transports import make_transport
 from tests.system.conftest import RealFleet, started_fleet

@@ -1,0 +1,54 @@
+"""Whole jobs from launch to summary, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.system.jobs import ROOT, run, write_recipe
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+EVALUATION = """
+[eval]
+every = 1
+[eval.data]
+source = "{data}"
+chat_template = false
+size = 8
+"""
+
+
+def test_two_ranks_train_evaluate_export_and_leave_nothing(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=2, extra=EVALUATION.format(data=tmp_path / "prompts.jsonl"))
+    code, output, started = run(recipe, torchrun=2, timeout_s=240)
+    assert code == 0, output
+
+    metrics = [json.loads(line) for line in (started.run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in metrics if "train/loss" in line]
+    assert [line["step"] for line in trained] == [1, 2]
+    for line in trained:
+        assert line["train/logprob_diff_mean"] < 1e-4 and line["train/logprob_diff_max"] < 1e-3
+        assert line["rollout/samples"] == 16 and line["rollout/off_version_fraction"] == 0
+    assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 1, 2]
+
+    summary = json.loads((started.run_dir / "summary.json").read_text())
+    assert {"accuracy_before", "accuracy_after", "seconds", "steps", "time_split"} <= summary.keys()
+    assert summary["steps"] == 2 and summary["outcome"] == "finished"
+    assert sum(summary["time_split"].values()) == pytest.approx(summary["seconds"], rel=0.01)
+    assert (started.run_dir / "export" / "model.safetensors").exists()
+
+    kinds = [event["kind"] for event in started.events()]
+    assert kinds[0] == "job_started" and kinds[-1] == "job_ended"
+    assert kinds.count("weights_published") == 3 and kinds.count("groups_trained") == 2
+    published = [event["version"] for event in started.events() if event["kind"] == "weights_published"]
+    assert published == ["0.0", "0.1", "0.2"]
+
+
+def test_a_loop_of_ones_own_runs_over_the_public_components(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=2)
+    code, output, started = run(recipe, timeout_s=240, entry=ROOT / "entrypoints" / "own_loop.py")
+    assert code == 0, output
+    assert json.loads((started.run_dir / "summary.json").read_text())["steps"] == 2
