@@ -7,9 +7,9 @@ Imports neither torch nor Megatron, so that the driver can refuse a model before
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.errors import ConfigError, ModelError
 
@@ -53,53 +53,51 @@ def check_model_type(model: Path) -> str:
     Raises:
         ModelError: there is no such directory or config, or models of this type cannot be trained.
     """
-    model_type = str(_read_json(model).get("model_type"))
-    if model_type not in SUPPORTED:
-        raise ModelError(
-            f'{model}: model_type "{model_type}" cannot be trained; supported: {", ".join(SUPPORTED)} (model.path)'
-        )
-    return model_type
+    return _model_type(model, _Fields(model))
 
 
 def read_architecture(model: Path) -> Architecture:
     """Reads `config.json` of the Hugging Face directory `model`.
 
+    Without transformers, whose config classes take four seconds to import: sizes must be given, and what may be absent
+    has the defaults that it has there.
+
     Raises:
         ModelError: there is no such directory or config, or it asks for something that the trainer does not do.
     """
-    model_type = check_model_type(model)
-    config = _read_json(model)
-
-    # The config class fills in what a config.json leaves out; its import takes a second, hence only here.
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        hf = AutoConfig.from_pretrained(str(model))
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        raise ModelError(f"{model / 'config.json'} is not a valid {model_type} config: {error}") from None
-    _refuse_features(model, config, hf)
-    theta, factor = _rope(model, hf)
-    heads = int(hf.num_attention_heads)
-    architecture = Architecture(
+    config = _Fields(model)
+    model_type = _model_type(model, config)
+    _refuse_features(model, config)
+    theta, factor = _rope(config)
+    hidden_size, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    qwen = model_type != "llama"  # whose families give absent fields odd defaults of their own
+    kv_heads = config.size(
+        "num_key_value_heads", None if qwen and "num_key_value_heads" not in config.fields else heads
+    )
+    if heads % kv_heads:
+        config.refuse(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+    if config.fields.get("head_dim") is None and hidden_size % heads:
+        config.refuse(f"hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}; give head_dim")
+    head_dim = config.size("head_dim", None if model_type == "qwen3" else hidden_size // heads)
+    if head_dim % 2:
+        config.refuse(f"head_dim = {head_dim} is odd; rotary positions turn pairs")
+    return Architecture(
         model_type=model_type,
-        num_layers=int(hf.num_hidden_layers),
-        hidden_size=int(hf.hidden_size),
-        ffn_hidden_size=int(hf.intermediate_size),
+        num_layers=config.size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=config.size("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=int(hf.num_key_value_heads or heads),
-        head_dim=int(getattr(hf, "head_dim", None) or hf.hidden_size // heads),
-        vocab_size=int(hf.vocab_size),
-        max_positions=int(hf.max_position_embeddings),
-        norm_eps=float(hf.rms_norm_eps),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.size("vocab_size"),
+        max_positions=config.size("max_position_embeddings"),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_llama3_factor=factor,
-        tied_embeddings=bool(hf.tie_word_embeddings),
+        tied_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
     )
-    _check_sizes(model, architecture)
-    return architecture
 
 
 def check_tensor_parallel(architecture: Architecture, tensor_parallel: int) -> None:
@@ -115,68 +113,101 @@ def check_tensor_parallel(architecture: Architecture, tensor_parallel: int) -> N
             )
 
 
-def _read_json(model: Path) -> dict[str, Any]:
-    path = model / "config.json"
-    if not model.is_dir():
-        raise ModelError(f"model directory {model} does not exist; set model.path to a local Hugging Face directory")
-    if not path.is_file():
-        raise ModelError(f"{model} has no config.json; model.path must be a Hugging Face directory")
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return config
+class _Fields:
+    """The fields of a config.json, read with their types checked."""
+
+    def __init__(self, model: Path) -> None:
+        self.path = model / "config.json"
+        if not model.is_dir():
+            raise ModelError(
+                f"model directory {model} does not exist; set model.path to a local Hugging Face directory"
+            )
+        if not self.path.is_file():
+            raise ModelError(f"{model} has no config.json; model.path must be a Hugging Face directory")
+        try:
+            fields = json.loads(self.path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ModelError(f"{self.path} is not valid JSON: {error}") from None
+        if not isinstance(fields, dict):
+            self.refuse("it must hold a JSON object")
+        self.fields: dict[str, Any] = fields
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise ModelError(f"{self.path}: {reason}")
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; `default` where it is absent or null, refused where there is none."""
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            self.refuse(f"{name} = {json.dumps(value)} must be a positive integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        return _positive(self, name, self.fields.get(name, default))
+
+    def flag(self, name: str) -> bool:
+        """True or false; absent is false."""
+        value = self.fields.get(name, False)
+        if not isinstance(value, bool):
+            self.refuse(f"{name} = {json.dumps(value)} must be true or false")
+        return value
 
 
-def _refuse_features(model: Path, raw: dict[str, Any], hf: Any) -> None:
-    kinds = set(getattr(hf, "layer_types", None) or ())
+def _model_type(model: Path, config: _Fields) -> str:
+    model_type = str(config.fields.get("model_type"))
+    if model_type not in SUPPORTED:
+        raise ModelError(
+            f'{model}: model_type "{model_type}" cannot be trained; supported: {", ".join(SUPPORTED)} (model.path)'
+        )
+    return model_type
+
+
+def _positive(config: _Fields, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        config.refuse(f"{name} = {json.dumps(value)} must be a positive number")
+    return float(value)
+
+
+def _refuse_features(model: Path, config: _Fields) -> None:
+    fields = config.fields
+    activation = fields.get("hidden_act", "silu")
+    windowed = set(fields.get("layer_types") or ()) - {"full_attention"}
     unsupported = [
         feature
         for feature, present in (
-            (f'hidden_act = "{hf.hidden_act}" (supported: silu)', hf.hidden_act != "silu"),
-            ("attention_bias = true", bool(getattr(hf, "attention_bias", False))),
-            ("mlp_bias = true", bool(getattr(hf, "mlp_bias", False))),
-            (
-                "sliding-window attention (use_sliding_window = true)",
-                bool(getattr(hf, "use_sliding_window", False)) or bool(kinds - {"full_attention"}),
-            ),
-            ("quantised weights (quantization_config)", raw.get("quantization_config") is not None),
+            (f"hidden_act = {json.dumps(activation)} (supported: silu)", activation != "silu"),
+            # Qwen2 has no such field: its biases are part of the family
+            ("attention_bias = true", fields["model_type"] != "qwen2" and config.flag("attention_bias")),
+            ("mlp_bias = true", config.flag("mlp_bias")),
+            ("sliding-window attention", config.flag("use_sliding_window") or bool(windowed)),
+            ("quantised weights (quantization_config)", fields.get("quantization_config") is not None),
         )
         if present
     ]
     if unsupported:
         raise ModelError(
-            f"{model}: the trainer does not support {'; '.join(unsupported)} of this {raw['model_type']} model; "
+            f"{model}: the trainer does not support {'; '.join(unsupported)} of this {fields['model_type']} model; "
             f"supported: {', '.join(SUPPORTED)} with full attention, SiLU, no such biases and unquantised weights"
         )
 
 
-def _check_sizes(model: Path, architecture: Architecture) -> None:
-    for field in fields(architecture):
-        value = getattr(architecture, field.name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-            raise ModelError(f"{model / 'config.json'}: {field.name} = {value} must be positive")
-    if architecture.num_heads % architecture.num_kv_heads:
-        raise ModelError(
-            f"{model / 'config.json'}: num_attention_heads = {architecture.num_heads} is not a multiple of "
-            f"num_key_value_heads = {architecture.num_kv_heads}"
-        )
-
-
-def _rope(model: Path, hf: Any) -> tuple[float, float | None]:
+def _rope(config: _Fields) -> tuple[float, float | None]:
     """Base and Llama 3 factor of the rotary embedding; both spellings, of transformers 4 and 5."""
-    rope = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    theta = float(rope.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0)
+    rope = config.fields.get("rope_parameters") or config.fields.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        config.refuse("rope_parameters (or rope_scaling) must be an object")
+    theta = _positive(config, "rope_theta", rope.get("rope_theta", config.fields.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError(f"{model}: partial_rotary_factor is not supported; rotary positions must cover the whole head")
+    for fields in (rope, config.fields):
+        if fields.get("partial_rotary_factor", 1.0) != 1.0:
+            config.refuse("partial_rotary_factor is not supported; rotary positions must cover the whole head")
     if kind == "default":
         return theta, None
     if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items()):
-        return theta, float(rope["factor"])
-    raise ModelError(
-        f'{model}: rope scaling "{kind}" with {rope} is not supported; supported: none, and llama3 with '
+        return theta, _positive(config, "factor of the rope scaling", rope.get("factor"))
+    config.refuse(
+        f"rope scaling {json.dumps(rope)} is not supported; supported: none, and llama3 with "
         + ", ".join(f"{key} = {value:g}" for key, value in _LLAMA3_ROPE.items())
     )
