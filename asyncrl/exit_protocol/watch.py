@@ -119,4 +119,5 @@ def _say(line: str) -> None:
     """One line on stderr, unless it is closed or whoever reads it has stopped reading."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
-            os.write(2, line.encode() + b"\n")
+            shown_cursor = b"\033[?25h" if os.isatty(2) else b""  # a live display may have hidden it
+            os.write(2, shown_cursor + line.encode() + b"\n")
