@@ -33,7 +33,7 @@ from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
 from asyncrl.recorder import Recorder, conclude
 from asyncrl.run_directory import RunDirectory
-from asyncrl.training.architecture import check_model_type
+from asyncrl.training.architecture import check_tensor_parallel, read_architecture
 
 Loop = Callable[[Job], Awaitable[None]]
 
@@ -61,7 +61,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
 def _drive(loop: Loop, loaded: LoadedConfig) -> int:
     """Rank 0: everything around the event loop."""
     _build_model(loaded.config)
-    check_model_type(loaded.config.model.path)
+    check_tensor_parallel(read_architecture(loaded.config.model.path), loaded.config.train.tensor_parallel)
     with ExitStack() as stack:
         run = stack.enter_context(RunDirectory.open(loaded.config, loaded.sources))
         config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update={"dir": run.path})})
