@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile
 export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
-.PHONY: demo test test-fast test-long lint types install clean
+.PHONY: demo test test-fast test-long quick-ranks quick-rest lint types install clean
 
 install: $(STAMP)
 
@@ -30,11 +30,21 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-test: lint types
-	$(BIN)/python -m pytest -m "not long"
+# What needs no engine runs in two halves side by side; then whole jobs and real engines, which want both cores.
+RANKS := tests/host tests/training tests/weights
+QUICK := $(BIN)/python -m pytest -m "not long and not system" -p no:cacheprovider
+
+quick-ranks: $(STAMP)
+	$(QUICK) $(RANKS)
+
+quick-rest: $(STAMP)
+	$(QUICK) $(addprefix --ignore=,$(RANKS)) tests
 
 test-fast: lint types
-	$(BIN)/python -m pytest -m "not long and not system"
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-ranks quick-rest
+
+test: test-fast
+	$(BIN)/python -m pytest -m "system and not long"
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200
