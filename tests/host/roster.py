@@ -19,17 +19,23 @@ class Roster:
         """Waits until `count` processes have signed in."""
         with anyio.fail_after(timeout_s):
             while self._text.count(b"\n") < count:
-                await anyio.wait_readable(self._fd)
-                self._text += os.read(self._fd, 4096)
+                self._text += await self._read()
         return [int(line) for line in self._text.split()]
 
     async def empty(self, timeout_s: float) -> None:
         """Waits until all who signed in are dead; TimeoutError if they do not die in time."""
         with anyio.fail_after(timeout_s):
-            while True:
-                await anyio.wait_readable(self._fd)
-                if not os.read(self._fd, 4096):
-                    return
+            while await self._read():
+                pass
+
+    async def _read(self) -> bytes:
+        """What was written since; empty when nobody holds the FIFO any more."""
+        while True:
+            await anyio.wait_readable(self._fd)
+            try:
+                return os.read(self._fd, 4096)
+            except BlockingIOError:  # readable for a moment only: one holder had gone and another came
+                continue
 
     def close(self) -> None:
         os.close(self._fd)
