@@ -170,7 +170,7 @@ def _claim(path: Path, policy: IfExists) -> tuple[Path, int]:
                     "new, erase it with --run.if-exists overwrite, or choose another with --run.dir"
                 )
             _erase(path)
-    except BaseException:
+    except BaseException:  # whatever ended the claim, the lock goes back
         os.close(lock)
         raise
     return path, lock

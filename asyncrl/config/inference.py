@@ -76,5 +76,5 @@ class WeightsConfig(Section):
     """Transfers tried within one publication before it fails."""
 
     verify: Literal["first", "always", "never"] = "first"
-    """Compare the checksums of engines among themselves and with the trainer's shapes: on the first publication, on
-    each, or never."""
+    """Check by checksums that tensors arrived and that all engines hold the same: on the first publication, on each,
+    or never."""

@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     """Requests in flight at once."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for one response, not counting time in which engines are paused."""
+    """Longest wait for one response; the pause of a weight update counts too."""
 
     request_retries: int = Field(default=4, ge=0)
     """Attempts after the first for a request whose connection broke or that got a 5xx."""

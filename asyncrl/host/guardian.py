@@ -39,7 +39,7 @@ def fork_guardian(spec: ProcessSpec) -> tuple[int, socket.socket]:
         try:
             _close_all_but(theirs.fileno())
             _Guardian(theirs, spec).run()
-        except BaseException:
+        except BaseException:  # this is a fork: nothing may travel up into the host's frames
             traceback.print_exc()  # into the host's log
         finally:
             os._exit(0)  # never return into the host's loop

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.engine_args import engine_arguments
 from asyncrl.config.inference import EngineConfig, RouterConfig
 from asyncrl.config.layout import Device, DType, EnginePlacement
 from asyncrl.inference.cpu_platform import PLATFORM_NAME
@@ -61,7 +62,15 @@ def engine_argv(
         arguments["enable_memory_saver"] = True
         arguments["mem_fraction_static"] = _COLOCATED_MEMORY_FRACTION
     arguments |= config.server_args
-    return (sys.executable, "-m", "sglang.launch_server", *_to_flags(arguments))
+    denied = [name for name, value in config.server_args.items() if value is False and _is_negatable(name)]
+    denials = ["--no-" + name.replace("_", "-") for name in denied]
+    return (sys.executable, "-m", "sglang.launch_server", *_to_flags(arguments), *denials)
+
+
+def _is_negatable(name: str) -> bool:
+    """Whether the switch is on unless the engine is told `--no-NAME`."""
+    argument = engine_arguments().get(name)
+    return argument is not None and argument.negatable
 
 
 def engine_environment(

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -192,7 +193,7 @@ def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> Renderab
     return Panel(table, title="asyncrl", title_align="left", border_style="bright_black")
 
 
-class _Drawn:
+class _Drawn(ABC):
     """State and drawing thread that both displays share; a subclass says what to draw."""
 
     def __init__(self) -> None:
@@ -224,8 +225,9 @@ class _Drawn:
             self._stopped.set()
             self._thread.join(2.0)  # longer only where the terminal itself is stopped: then leave it
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """The thread: draws until `_stopped` is set."""
 
 
 class PlainDisplay(_Drawn):

@@ -133,3 +133,9 @@ def test_the_installed_router_knows_every_flag() -> None:
     assert parsed.disable_retries
     assert parsed.health_check_endpoint == "/ping"
     assert parsed.disable_circuit_breaker
+
+
+def test_false_denies_a_switch_that_is_on_by_default() -> None:
+    found = flags(EngineConfig(server_args={"enable_dsa_fused_indexer": False, "sleep_on_idle": False}))
+    assert found["no-enable-dsa-fused-indexer"] is True
+    assert "sleep-on-idle" not in found and "no-sleep-on-idle" not in found
