@@ -1,0 +1,392 @@
+"""A scripted engine: the endpoints of the engine's API over held tensors and made-up tokens.
+
+Invariants, as measured on the real engine
+- The scheduler does one thing at a time: a blocked receive blocks every call that needs it, generation included.
+- A weight call on a paused engine holds what pause and continue need, so a hung one blocks those; on an engine that is
+  not paused it waits for every running request first.
+- /ping and /model_info are answered by the HTTP server alone, whatever the scheduler does.
+- What kills the real engine kills this one: memory endpoints on a CPU or on a busy engine, ids outside the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal, get_args
+
+import anyio
+import msgspec
+from aiohttp import web
+from torch import Tensor
+
+from tests.scripted.faults import Fault
+from tests.scripted.generation import Generation, Latency, OutOfVocabulary, PauseMode, Rejected
+from tests.scripted.server import Handler, ScriptedServer, answer, error
+from tests.scripted.weights import HeldWeights, Refused, default_tensors
+
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+HEALTH_TIMEOUT_S = 20.0
+SIGQUIT = -3
+"""How the engine's processes end when one of its schedulers has died."""
+
+
+class ScriptedEngine(ScriptedServer):
+    """One engine; its memory is as new in each life, the rest of its attributes belong to the test."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        tensor_parallel: int = 1,
+        latency: Latency = Latency(),  # noqa: B008 - frozen
+        device: Literal["cpu", "cuda"] = "cpu",
+        slots: int = 128,
+        vocab_size: int = 1 << 20,
+        context_length: int = 1 << 20,
+        model_path: str = "/models/base",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.base = dict(default_tensors() if tensors is None else tensors)
+        """What it loads at its start; it knows these names only."""
+        self.tensor_parallel = tensor_parallel
+        self.latency = latency
+        self.device = device
+        self.slots = slots
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.initial_model_path = model_path
+        self.seed = seed
+        self.health_generates = False
+        """Whether /health is a generation; the job's engines are started without that."""
+        self.fresh_memory()
+
+    def fresh_memory(self) -> None:
+        self.weights = HeldWeights(self.base, self.tensor_parallel)
+        self.generation = Generation(
+            lambda: self.weights.digest,
+            latency=self.latency,
+            slots=self.slots,
+            vocab_size=self.vocab_size,
+            context=self.context_length,
+            seed=self.seed + self.lives,
+        )
+        self.model_path = self.initial_model_path
+        self.offloaded: set[str] = set()
+        self.memory_calls: list[tuple[str, tuple[str, ...]]] = []
+        """("release" | "resume", tags) in order."""
+        self.updates: list[dict[str, Any]] = []
+        """Bodies of the weight transfers that took effect, without payload."""
+        self._pause_lock = anyio.Lock()
+        self._scheduler_lock = anyio.Lock()
+        self._thawed = anyio.Event()
+        self._thawed.set()
+
+    def forget(self) -> None:
+        self.weights.groups.clear()  # its connections close
+
+    def script(self, *faults: Fault) -> None:
+        self.faults.add(*faults)
+
+    # what it is now
+
+    @property
+    def version(self) -> str:
+        return self.generation.version
+
+    @property
+    def paused(self) -> bool:
+        return self.generation.paused is not None
+
+    @property
+    def session(self) -> bool:
+        """Whether an update session is open."""
+        return self.weights.session
+
+    def freeze(self) -> None:
+        """The scheduler stands still; the HTTP server goes on answering what it can answer alone."""
+        if self._thawed.is_set():
+            self._thawed = anyio.Event()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    # endpoints
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "ping": self._ok,
+            "ready": self._ready,
+            "health": self._health_generate if self.health_generates else self._ok,
+            "health_generate": self._health_generate,
+            "model_info": self._model_info,
+            "get_model_info": self._model_info,
+            "server_info": self._server_info,
+            "v1/loads": self._loads,
+            "generate": self._generate,
+            "pause_generation": self._pause,
+            "continue_generation": self._continue,
+            "abort_request": self._abort,
+            "flush_cache": self._flush,
+            "update_weight_version": self._stamp,
+            "begin_weight_update": self._begin,
+            "end_weight_update": self._end,
+            "init_weights_update_group": self._join,
+            "destroy_weights_update_group": self._leave,
+            "update_weights_from_distributed": self._from_distributed,
+            "update_weights_from_tensor": self._from_tensor,
+            "update_weights_from_disk": self._from_disk,
+            "weights_checker": self._check,
+            "release_memory_occupation": self._release,
+            "resume_memory_occupation": self._resume,
+            "scripted/faults": self._set_faults,
+            "scripted/state": self._tell_state,
+        }
+
+    async def _ok(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
+
+    async def _health_generate(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        """A generation: never answered while paused or stuck, refused after 20 s."""
+        with anyio.move_on_after(HEALTH_TIMEOUT_S):
+            probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+            await self.generation.generate(probe, lambda: _gone(http))
+            async with self._turn():
+                return web.Response()
+        return web.Response(status=503)
+
+    async def _model_info(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return answer(
+            model_path=self.model_path,
+            tokenizer_path=self.initial_model_path,
+            is_generation=True,
+            preferred_sampling_params=None,
+            weight_version=self.version,
+        )
+
+    async def _server_info(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async with self._turn():
+            return answer(
+                model_path=self.initial_model_path,
+                tp_size=self.tensor_parallel,
+                max_running_requests=self.slots,
+                version="0.5.23",
+                internal_states=[{}],
+            )
+
+    async def _loads(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async with self._turn():
+            running, waiting = self.generation.running, self.generation.waiting
+            load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": 0.0}
+            return answer(version="0.5.23", loads=[load])
+
+    async def _generate(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        try:
+            payload = await self.generation.generate(body, lambda: _gone(http))
+        except Rejected as rejection:
+            return error(str(rejection))
+        except OutOfVocabulary:
+            await self._crash()
+        async with self._turn():
+            return answer(**payload)
+
+    async def _pause(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        mode: PauseMode = body.get("mode", "abort")
+        if mode not in get_args(PauseMode):
+            return error(f"unknown pause mode {mode!r}")
+        async with self._pause_lock, self._turn():
+            await self.generation.pause(mode)
+        return answer(message="Generation paused successfully.", status="ok")
+
+    async def _continue(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async with self._pause_lock, self._turn():
+            self.generation.go_on()
+        return answer(message="Generation continued successfully.", status="ok")
+
+    async def _abort(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        self.generation.abort(body.get("rid", ""), everything=body.get("abort_all", False))
+        return web.Response()
+
+    async def _flush(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async with self._turn():
+            if not self.generation.flush():
+                with anyio.move_on_after(float(http.query.get("timeout", 0.0))):
+                    await self.generation.wait_idle()
+            flushed = self.generation.flush()
+        return web.Response(
+            text="Cache flushed.\n" if flushed else "Flush cache failed.\n", status=200 if flushed else 400
+        )
+
+    async def _stamp(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        if body.get("abort_all_requests", True):
+            self.generation.abort("", everything=True)
+        version = body["new_version"]
+        async with self._turn():
+            self.generation.stamp(version)
+        return answer(success=True, message=f"Weight version updated to {version}", new_version=version)
+
+    async def _begin(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async def begin() -> str:
+            if self.weights.session:
+                raise Refused("a weight-update session is already open; call end_weight_update() first")
+            self.weights.session = True
+            return "Success"
+
+        return await self._weight_call(begin)
+
+    async def _end(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async def end() -> str:
+            if not self.weights.session:
+                raise Refused("no weight-update session is open; call begin_weight_update() first")
+            self.weights.session = False
+            return "Success"
+
+        return await self._weight_call(end)
+
+    async def _join(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        try:
+            async with self._turn():
+                await self.weights.join(body)
+        except Refused as refusal:
+            return answer(400, success=False, message=str(refusal))
+        return answer(success=True, message="Succeeded to initialize custom process group.")
+
+    async def _leave(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        try:
+            async with self._turn():
+                self.weights.leave(body["group_name"])
+        except Refused as refusal:
+            return answer(400, success=False, message=str(refusal))
+        return answer(success=True, message="Succeeded to destroy custom process group.")
+
+    async def _from_distributed(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async def receive() -> str:
+            self._require_session("update_weights_from_distributed")
+            await self.weights.receive(body)
+            return self._updated(body, "Succeeded to update parameter online.")
+
+        return await self._weight_call(receive)
+
+    async def _from_tensor(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async def take() -> str:
+            self._require_session("update_weights_from_tensor")
+            try:
+                self.weights.load_handles(body["serialized_named_tensors"])
+            except Refused:
+                await self._crash()  # nothing catches it there
+            return self._updated(body, "Success")
+
+        return await self._weight_call(take)
+
+    async def _from_disk(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async def load() -> str:
+            await self.weights.load_directory(body["model_path"])
+            self.model_path = body["model_path"]
+            return self._updated(body, "Succeeded to update model weights.")
+
+        return await self._weight_call(load)
+
+    async def _check(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        action = body.get("action", "checksum")
+        async with self._turn():
+            if action == "checksum":
+                return answer(success=True, message="", ranks=self._checksums(body.get("skip_tensor_list", ())))
+            if action == "reset_tensors":
+                self.weights.reset()
+        if action == "compare":
+            return answer(400, success=False, message="Found no NVIDIA driver on your system.")
+        known = action in ("snapshot", "reset_tensors")
+        return answer(200 if known else 400, success=known, message="" if known else f"unknown action {action!r}")
+
+    async def _release(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        tags = tuple(body.get("tags") or MEMORY_TAGS)
+        async with self._turn():
+            busy = self.generation.running or (not self.paused and self.generation.waiting)
+            if self.device == "cpu" or busy:
+                await self._crash()
+            self.memory_calls.append(("release", tags))
+            self.offloaded |= set(tags)
+        return web.Response(text="null", content_type="application/json")
+
+    async def _resume(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        tags = tuple(body.get("tags") or MEMORY_TAGS)
+        async with self._turn():
+            if self.device == "cpu" or not self.offloaded.issuperset(tags):
+                await self._crash()
+            self.memory_calls.append(("resume", tags))
+            self.offloaded -= set(tags)
+        return web.Response(text="null", content_type="application/json")
+
+    # the script, for engines in another process
+
+    async def _set_faults(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        self.faults.clear()
+        self.faults.add(*(msgspec.convert(entry, Fault) for entry in body["faults"]))
+        return answer(success=True)
+
+    async def _tell_state(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return answer(
+            version=self.version,
+            paused=self.paused,
+            session=self.session,
+            groups=list(self.weights.groups),
+            digest=self.weights.digest,
+            running=self.generation.running,
+            waiting=self.generation.waiting,
+            calls=self.calls,
+        )
+
+    # how the engine does things
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The scheduler's attention."""
+        await self._thawed.wait()
+        async with self._scheduler_lock:
+            await self._thawed.wait()
+            yield
+
+    async def _weight_call(self, call: Callable[[], Awaitable[str]]) -> web.Response:
+        try:
+            if self.paused:
+                async with self._pause_lock, self._turn():
+                    message = await call()
+            else:
+                await self.generation.wait_idle()
+                async with self._turn():
+                    message = await call()
+        except Refused as refusal:
+            return answer(400, success=False, message=str(refusal))
+        return answer(success=True, message=message)
+
+    def _require_session(self, endpoint: str) -> None:
+        if not self.weights.session:
+            raise Refused(f"{endpoint} must run between begin_weight_update() and end_weight_update()")
+
+    def _updated(self, body: Mapping[str, Any], message: str) -> str:
+        self.updates.append({key: value for key, value in body.items() if key != "serialized_named_tensors"})
+        if body.get("weight_version") is not None:
+            self.generation.stamp(body["weight_version"])
+        if body.get("flush_cache", True) and not self.generation.flush():
+            raise Refused(
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
+            )
+        return message
+
+    def _checksums(self, skip: Any) -> list[dict[str, Any]]:
+        ranks = self.weights.rank_checksums()
+        for rank in ranks:
+            rank["checksums"] = {n: c for n, c in rank["checksums"].items() if not any(part in n for part in skip)}
+        return ranks
+
+    async def _crash(self) -> None:
+        self.kill(SIGQUIT)
+        await anyio.sleep_forever()
+
+
+def _gone(http: web.Request) -> bool:
+    return http.transport is None or http.transport.is_closing()

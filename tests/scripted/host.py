@@ -1,0 +1,131 @@
+"""A scripted engine host: `spawn` starts the scripted engine or router of that name on the port in argv.
+
+Invariants, as of the real host
+- A name can be spawned again once its process has ended: fresh memory, new pid, the port in the new argv.
+- Every exit is told to whoever waits, also afterwards, until the name is used again.
+- When the host dies, its processes die with it and every call raises EngineError.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import anyio
+import anyio.abc
+
+from asyncrl.errors import EngineError
+from asyncrl.host import ProcessExit, ProcessSpec
+from tests.scripted.engine import ScriptedEngine
+from tests.scripted.router import ScriptedRouter
+from tests.scripted.server import ScriptedServer
+
+
+@dataclass(slots=True)
+class _Process:
+    server: ScriptedServer
+    pid: int = 0
+    requested: bool = False
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    exit: ProcessExit | None = None
+
+
+class ScriptedHost:
+    """Enter it before anything is spawned; leaving it ends every process."""
+
+    def __init__(self, engines: Mapping[str, ScriptedEngine], router: ScriptedRouter) -> None:
+        self.servers: dict[str, ScriptedServer] = {**engines, "router": router}
+        """Process name → what is started under it; may be changed between spawns."""
+        self.specs: dict[str, ProcessSpec] = {}
+        """Of the newest process of each name."""
+        self.spawned: list[str] = []
+        """Names in the order of their spawns."""
+        self.dead = False
+        self._processes: dict[str, _Process] = {}
+        self._tasks = anyio.create_task_group()
+
+    async def __aenter__(self) -> ScriptedHost:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> bool | None:
+        for process in self._processes.values():
+            process.server.kill()
+        return await self._tasks.__aexit__(kind, error, tb)
+
+    async def spawn(self, spec: ProcessSpec) -> int:
+        self._check_alive()
+        known = self._processes.get(spec.name)
+        if known is not None and not known.ended.is_set():
+            raise EngineError(f"{spec.name}: a process of this name is alive (pid {known.pid}); stop it first")
+        self.specs[spec.name] = spec
+        self.spawned.append(spec.name)
+        process = self._processes[spec.name] = _Process(self.servers[spec.name])
+        port = int(spec.argv[spec.argv.index("--port") + 1])
+        await self._tasks.start(self._run, spec.name, port, process)
+        process.pid = process.server.pid
+        return process.pid
+
+    async def wait(self, name: str) -> ProcessExit:
+        process = self._process(name)
+        await process.ended.wait()
+        return self._exit_of(process)
+
+    async def stop(self, name: str, grace_s: float) -> ProcessExit:
+        return await self._end(name, -signal.SIGTERM)
+
+    async def kill(self, name: str) -> ProcessExit:
+        return await self._end(name, -signal.SIGKILL)
+
+    async def signal(self, name: str, signum: int) -> None:
+        server = self._process(name).server
+        self._check_alive()
+        match signum:
+            case signal.SIGSTOP:
+                server.suspend()
+            case signal.SIGCONT:
+                server.go_on()
+            case _:
+                server.kill(-signum)
+
+    async def tail(self, name: str, lines: int) -> str:
+        self._check_alive()
+        return self._process(name).server.last_words
+
+    def die(self) -> None:
+        """The host itself ends, and every process with it."""
+        self.dead = True
+        for process in self._processes.values():
+            process.server.kill()
+
+    async def _run(self, name: str, port: int, process: _Process, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        server = process.server
+        returncode = await server.run(port, task_status=task_status)
+        process.exit = ProcessExit(name, server.pid, returncode, server.last_words, process.requested)
+        process.ended.set()
+
+    async def _end(self, name: str, returncode: int) -> ProcessExit:
+        process = self._process(name)
+        self._check_alive()
+        process.requested = process.requested or not process.ended.is_set()
+        process.server.kill(returncode)
+        await process.ended.wait()
+        return self._exit_of(process)
+
+    def _exit_of(self, process: _Process) -> ProcessExit:
+        if self.dead or process.exit is None:
+            raise EngineError("engine host: it died")
+        return process.exit
+
+    def _process(self, name: str) -> _Process:
+        if name not in self._processes:
+            raise EngineError(f"{name}: no process of this name was ever spawned")
+        return self._processes[name]
+
+    def _check_alive(self) -> None:
+        if self.dead:
+            raise EngineError("engine host: it died")

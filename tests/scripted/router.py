@@ -1,0 +1,81 @@
+"""A scripted router: workers by url, requests to each in turn, no retries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from tests.scripted.server import Handler, ScriptedServer, answer
+
+PING_TIMEOUT_S = 1.0
+
+
+class ScriptedRouter(ScriptedServer):
+    """Faults go by `workers` (the list), `add_worker`, `remove_worker` and `generate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: list[str] = []
+        self._turn = 0
+
+    def fresh_memory(self) -> None:
+        self.workers = []
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "workers": self._list,
+            "add_worker": self._add,
+            "remove_worker": self._remove,
+            "generate": self._generate,
+            "health": self._health,
+        }
+
+    def endpoint(self, http: web.Request) -> str:
+        path = super().endpoint(http)
+        if path == "workers" and http.method == "POST":
+            return "add_worker"
+        return "remove_worker" if path.startswith("workers/") and http.method == "DELETE" else path
+
+    async def _health(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _list(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        entries = [{"id": _id(url), "url": url, "is_healthy": True, "load": 0} for url in self.workers]
+        return answer(workers=entries, total=len(entries))
+
+    async def _add(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        """A worker that does not answer is accepted and never listed."""
+        url = body["url"]
+        if url not in self.workers and await _pings(url):
+            self.workers.append(url)
+        return answer(202, status="accepted", worker_id=_id(url))
+
+    async def _remove(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        self.workers = [url for url in self.workers if _id(url) != http.path.rpartition("/")[2]]
+        return answer(202, status="accepted")
+
+    async def _generate(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        if not self.workers:
+            return answer(503, error={"message": "no available workers"})
+        self._turn += 1
+        url = self.workers[self._turn % len(self.workers)]
+        try:
+            async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
+                return web.Response(body=await response.read(), status=response.status, content_type="application/json")
+        except aiohttp.ClientError as problem:
+            return answer(500, error={"message": f"call_upstream_request_error: {problem}"})
+
+
+def _id(url: str) -> str:
+    return url.rpartition(":")[2]
+
+
+async def _pings(url: str) -> bool:
+    timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url + "/ping") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False

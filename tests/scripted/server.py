@@ -1,0 +1,237 @@
+"""The life of a scripted process: it listens on a port, answers or fails as its book says, and ends like a process.
+
+Invariants
+- `run` is the process: it returns the exit code when the process was killed, and nothing of it is left then. It may be
+  run again; memory is fresh each time, while the book and the record of calls are the test's and stay.
+- A handler goes on when its client leaves, as the engine's do; it ends with the process.
+- A killed process resets its connections at once and never answers again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+from aiohttp import web
+
+from tests.scripted.faults import Fault, FaultBook
+
+Handler = Callable[[dict[str, Any], web.Request], Awaitable[web.Response]]
+
+SIGKILL = -9
+_FIRST_PID = 5_000_001  # above the kernel's limit: no real process bears it, so nothing is read of or done to one
+_pids = itertools.count(_FIRST_PID)
+
+
+def answer(status: int = 200, /, **body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def error(message: str, status: int = 400) -> web.Response:
+    """An error in the form in which the engine answers it."""
+    return answer(status, error={"message": message})
+
+
+class ScriptedServer:
+    """What engine and router have in common; subclasses name their endpoints."""
+
+    def __init__(self) -> None:
+        self.faults = FaultBook()
+        self.calls: list[str] = []
+        """Endpoints in the order in which they were called, over all lives."""
+        self.exit_code: int | None = None
+        """Set it, and the process ends with it as soon as it is started."""
+        self.last_words = "last words"
+        """What its log ends with."""
+        self.lives = 0
+        """How often it was started."""
+        self.pid = 0
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+        self._handlers: set[anyio.CancelScope] = set()
+        self._ended = anyio.Event()
+        self._returncode = 0
+        self._going = anyio.Event()
+        self._going.set()
+
+    # to be given by subclasses
+
+    def fresh_memory(self) -> None:
+        """Called when a life begins."""
+
+    def forget(self) -> None:
+        """Called when a life ends: closes what the process held open."""
+
+    def freeze(self) -> None:
+        """From now on whatever the process does behind its HTTP server stands still."""
+        self.suspend()
+
+    def handlers(self) -> dict[str, Handler]:
+        """Endpoint → handler."""
+        raise NotImplementedError
+
+    def endpoint(self, http: web.Request) -> str:
+        return http.path.strip("/")
+
+    # life
+
+    @property
+    def alive(self) -> bool:
+        return self._runner is not None and not self._ended.is_set()
+
+    async def run(
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        *,
+        task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+    ) -> int:
+        """Lives on `port` (0: a free one) until killed; returns the exit code."""
+        assert self._runner is None, "the process before has not ended"
+        self.lives += 1
+        self.pid = next(_pids)
+        self._ended = anyio.Event()
+        self._returncode = SIGKILL
+        self.go_on()
+        if self.exit_code is not None:
+            self._ended.set()
+            task_status.started()
+            return self.exit_code
+        self.fresh_memory()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = self._runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, host, port, reuse_address=True, backlog=4096).start()
+            self.url = f"http://{host}:{runner.addresses[0][1]}"
+            task_status.started()
+            await self._ended.wait()
+        finally:
+            with anyio.CancelScope(shield=True):
+                self.kill(self._returncode)
+                await runner.cleanup()
+                self._runner = None
+        return self._returncode
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[str]:
+        """Runs it without a host; yields its url."""
+        async with anyio.create_task_group() as task_group:
+            await task_group.start(self.run, port)
+            try:
+                yield self.url
+            finally:
+                self.kill()
+
+    def kill(self, returncode: int = SIGKILL) -> None:
+        """Ends the process now: connections are reset, handlers end where they are."""
+        if not self._ended.is_set():
+            self._returncode = returncode
+            self._ended.set()
+        self.forget()
+        for scope in tuple(self._handlers):
+            scope.cancel()
+        server = self._runner.server if self._runner is not None else None
+        for connection in () if server is None else tuple(server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    def suspend(self) -> None:
+        """SIGSTOP: connections are accepted and requests are read, but nothing is answered until `go_on`."""
+        if self._going.is_set():
+            self._going = anyio.Event()
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._going.set()
+
+    # requests
+
+    async def _answer(self, http: web.Request) -> web.StreamResponse:
+        with anyio.CancelScope() as scope:
+            self._handlers.add(scope)
+            try:
+                return await self._respond(http)
+            finally:
+                self._handlers.discard(scope)
+        return web.Response(status=500)  # to nobody: the process has ended
+
+    async def _respond(self, http: web.Request) -> web.StreamResponse:
+        raw = await http.read()
+        await self._going.wait()
+        endpoint = self.endpoint(http)
+        handler = self.handlers().get(endpoint)
+        if handler is None:
+            return answer(404, detail="Not Found")
+        self.calls.append(endpoint)
+        fault = self.faults.next(endpoint)
+        if fault is not None and fault.when == "before":
+            replaced = await self._fail(fault, http, None)
+            if replaced is not None:
+                return replaced
+        try:
+            body = msgspec.json.decode(raw) if raw else {}
+        except msgspec.DecodeError as problem:
+            return error(f"JSON decode error: {problem}")
+        response = await handler(body, http)
+        await self._going.wait()
+        if fault is not None and fault.when == "after":
+            return await self._fail(fault, http, response) or response
+        return response
+
+    async def _fail(self, fault: Fault, http: web.Request, response: web.Response | None) -> web.StreamResponse | None:
+        """What the client gets instead; None: things take their course."""
+        match fault.kind:
+            case "status":
+                return answer(fault.status, success=False, message=fault.message, error={"message": fault.message})
+            case "hang":
+                await (anyio.sleep_forever() if fault.seconds is None else anyio.sleep(fault.seconds))
+            case "freeze":
+                self.freeze()
+                if response is not None:
+                    await anyio.sleep_forever()
+            case "die":
+                self.kill()
+                await anyio.sleep_forever()
+            case "drop":
+                _reset(http)
+                return web.Response()
+            case "garbage":
+                return web.Response(text="<html>not JSON</html>")
+            case "call":
+                assert fault.action is not None
+                await fault.action()
+            case "truncate" | "slow":
+                assert response is not None, "there is no body to cut before the effect"
+                return await _send_badly(http, response, None if fault.kind == "truncate" else fault.seconds or 0.0)
+        return None
+
+
+async def _send_badly(http: web.Request, response: web.Response, seconds: float | None) -> web.StreamResponse:
+    """Half of the body and a closed connection, or all of it over `seconds`."""
+    body = response.body
+    assert isinstance(body, bytes)
+    length = str(len(body) or 1)
+    stream = web.StreamResponse(status=response.status, headers={"Content-Length": length})
+    await stream.prepare(http)
+    if seconds is None:
+        await stream.write(body[: len(body) // 2])
+        _reset(http)
+        return stream
+    pieces = 4
+    size = -(-len(body) // pieces) or 1
+    for at in range(0, len(body), size):
+        await anyio.sleep(seconds / pieces)
+        await stream.write(body[at : at + size])
+    return stream
+
+
+def _reset(http: web.Request) -> None:
+    if http.transport is not None:
+        http.transport.abort()

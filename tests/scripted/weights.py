@@ -1,0 +1,206 @@
+"""The weights of a scripted engine: tensors that it holds, groups that it joined, the update session.
+
+As the real engine does it: an unknown tensor name is ignored without a word, a wrong shape leaves the weights partly
+updated, a group's keys nest as torch's own helper nests them, and a blocked receive is freed only by the other end.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(seconds=20)
+"""The real engine waits half an hour; a test's threads must end with it."""
+_THREADS = 1000
+
+
+class Refused(Exception):
+    """The engine answers 400 with this message."""
+
+
+def default_tensors() -> dict[str, Tensor]:
+    return {"embed": torch.arange(8, dtype=torch.float32), "layer": torch.ones(4, 2)}
+
+
+class HeldWeights:
+    """What one life of an engine with `ranks` tensor-parallel ranks holds; every rank holds all of it."""
+
+    def __init__(self, base: Mapping[str, Tensor], ranks: int) -> None:
+        self.tensors = {name: tensor.clone() for name, tensor in base.items()}
+        self.session = False
+        self.groups: dict[str, list[ProcessGroupGloo]] = {}
+        self.joined: list[str] = []
+        """Every group that was ever joined."""
+        self._ranks = ranks
+        self._digest: int | None = None
+
+    @property
+    def digest(self) -> int:
+        """Changes with every value; what is generated is a function of it."""
+        if self._digest is None:
+            self._digest = zlib.crc32("".join(self._checksums().values()).encode())
+        return self._digest
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies what it knows; raises Refused at a wrong shape, having loaded what came before."""
+        self._digest = None
+        for name, tensor in named:
+            held = self.tensors.get(name)
+            if held is None:
+                continue
+            if held.shape != tensor.shape:
+                raise Refused(
+                    f"Failed to update parameter online: {name}: {tuple(tensor.shape)} does not fit "
+                    f"{tuple(held.shape)}. The full weights of the ModelRunner are partially updated. "
+                    "Please discard the whole weights."
+                )
+            held.copy_(tensor)
+
+    def reset(self) -> None:
+        """reset_tensors: random numbers everywhere."""
+        self._digest = None
+        for tensor in self.tensors.values():
+            tensor.copy_(torch.randn(tensor.shape))
+
+    def rank_checksums(self) -> list[dict[str, Any]]:
+        checksums = self._checksums()
+        overall = hashlib.blake2b("".join(checksums.values()).encode(), digest_size=16).hexdigest()
+        return [
+            {"checksums": checksums, "per_gpu_checksum": overall, "parallelism_info": [{"tp_rank": rank}]}
+            for rank in range(self._ranks)
+        ]
+
+    def _checksums(self) -> dict[str, str]:
+        return {name: _checksum(tensor) for name, tensor in self.tensors.items()}
+
+    # transports
+
+    async def join(self, body: Mapping[str, Any]) -> None:
+        """Blocks until rank 0 comes."""
+        name, world_size = body["group_name"], body["world_size"]
+        if name in self.groups:
+            raise Refused("group name has already been created")
+        assert body["backend"] == "gloo"
+
+        def join(rank: int) -> ProcessGroupGloo:
+            store = TCPStore(body["master_address"], body["master_port"], world_size, is_master=False, timeout=_TIMEOUT)
+            nested = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+            return ProcessGroupGloo(nested, rank, world_size, _TIMEOUT)
+
+        ranks = range(body["rank_offset"], body["rank_offset"] + self._ranks)
+        try:
+            self.groups[name] = await _on_all_ranks([partial(join, rank) for rank in ranks])
+        except RuntimeError as error:
+            raise Refused(f"Failed to initialize custom process group: {error}.") from error
+        self.joined.append(name)
+
+    def leave(self, name: str) -> None:
+        if self.groups.pop(name, None) is None:
+            raise Refused("The group to be destroyed does not exist.")
+
+    async def receive(self, body: Mapping[str, Any]) -> None:
+        """One bucket of the broadcast: tensor by tensor, or all in one message."""
+        name = body["group_name"]
+        if name not in self.groups:
+            known = list(self.groups)
+            raise Refused(f"Failed to receive weights: Group {name} not in {known}. Please call init first.")
+        dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
+        specs = list(zip(body["names"], dtypes, body["shapes"], strict=True))
+        flattened = body.get("load_format") == "flattened_bucket"
+        try:
+            received = await _on_all_ranks([partial(_receive, group, specs, flattened) for group in self.groups[name]])
+        except RuntimeError as error:
+            raise Refused(f"Failed to receive weights: {error}") from error
+        self.load(received[0])
+
+    async def load_directory(self, directory: str) -> None:
+        """A wrong shape is rolled back, as the engine does it for files."""
+        before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        try:
+            self.load(await anyio.to_thread.run_sync(_read_directory, directory))
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"Failed to get weights iterator: {error}.") from error
+        except Refused as refusal:
+            self.tensors = before
+            raise Refused(f"Failed to update weights: {refusal}.\nRolling back to original weights.") from refusal
+
+    def load_handles(self, serialized: Sequence[str]) -> None:
+        """Tensors of another process of this machine: one pickled list of (name, handle) for each rank."""
+        assert len(serialized) == self._ranks
+        named = pickle.load(io.BytesIO(base64.b64decode(serialized[0])))
+        self.load((name, tensor.clone()) for name, tensor in named)
+
+
+def _checksum(tensor: Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(memoryview(data), digest_size=16).hexdigest()
+
+
+def _read_directory(directory: str) -> list[tuple[str, Tensor]]:
+    paths = sorted(Path(directory).glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"Cannot find any model weights with `{directory}`")
+    return [item for path in paths for item in load_file(path).items()]
+
+
+def _receive(
+    group: ProcessGroupGloo, specs: Sequence[tuple[str, torch.dtype, list[int]]], flattened: bool
+) -> list[tuple[str, Tensor]]:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = _TIMEOUT
+    received = [(name, torch.empty(shape, dtype=dtype)) for name, dtype, shape in specs]
+    broadcast: Any = group
+    if not flattened:
+        works = [broadcast.broadcast([tensor], options) for _, tensor in received]
+        for work in works:
+            work.wait()
+        return received
+    flat = torch.empty(sum(tensor.nbytes for _, tensor in received), dtype=torch.uint8)
+    broadcast.broadcast([flat], options).wait()
+    offset = 0
+    for _, tensor in received:
+        tensor.copy_(flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        offset += tensor.nbytes
+    return received
+
+
+async def _on_all_ranks(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs each blocking call in a thread of its own, as an engine's ranks would; raises the first RuntimeError."""
+    results: list[T] = []
+    errors: list[RuntimeError] = []
+    limiter = anyio.CapacityLimiter(_THREADS)
+
+    async def one(call: Callable[[], T]) -> None:
+        try:
+            results.append(await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter))
+        except RuntimeError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as task_group:
+        for call in calls:
+            task_group.start_soon(one, call)
+    if errors:
+        raise errors[0]
+    return results
