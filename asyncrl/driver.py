@@ -2,7 +2,8 @@
 
 Invariants
 - An expected failure is one message on stderr and a non-zero exit code; a defect keeps its traceback.
-- Whatever happens, what was built is disposed of, and the run directory says how the job ended.
+- Whatever happens, what was built is disposed of, and the run directory says how the job ended. Each stage of that
+  end is bounded by `run.stop_grace_s`, after a success and after a failure alike.
 - On ranks other than 0 nothing but the trainer runs, and only rank 0 speaks of a failure.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -48,7 +50,12 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     rank_exit = prepare_rank()
     try:
         loaded = load_config(sys.argv[1:] if argv is None else argv)
+        if rank_exit is not None:
+            rank_exit.allow(loaded.config.run.stop_grace_s)
         code = _drive(loop, loaded) if loaded.machine.rank == 0 else _serve(loaded)
+    except KeyboardInterrupt:  # of rank 0, where the exit protocol was not armed yet
+        code = 128 + signal.SIGINT
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
     except AsyncRLError as error:
         code = error.exit_code
         if rank_exit is None:
@@ -77,11 +84,19 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         recorder = Recorder(display=display, metrics=metrics, events=events)
         events.emit(JobStarted(pid=os.getpid(), ranks=loaded.machine.world_size, total_steps=config.train.num_steps))
         outcome = Outcome()
-        with outcome.recorded(events), _first_expected_error():
-            anyio.run(_run, loop, loaded, config, run, events, recorder, outcome, backend_options={"use_uvloop": True})
+        rank_exit = RankZeroExit(config.run.stop_grace_s)
+        try:
+            with outcome.recorded(events), _first_expected_error():
+                anyio.run(
+                    partial(_run, loop, loaded, config, run, events, recorder, outcome, rank_exit),
+                    backend_options={"use_uvloop": True},
+                )
+        finally:
+            rank_exit.expect_exit(outcome.exit_code)
         display.stop()
         if recorder.steps or outcome.reason == FINISHED:
             conclude(recorder, outcome.reason, run_dir=run.path, model=config.model.path)
+            rank_exit.expect_exit(outcome.exit_code)
         return outcome.exit_code
 
 
@@ -98,8 +113,12 @@ class Outcome:
         try:
             yield
         except BaseException as error:
-            self.reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-            self.exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
+            if isinstance(error, AsyncRLError):
+                self.reason, self.exit_code = str(error), error.exit_code
+            elif isinstance(error, KeyboardInterrupt):
+                self.reason, self.exit_code = "stopped by SIGINT", 128 + signal.SIGINT
+            else:
+                self.reason, self.exit_code = f"{type(error).__name__}: {error}", 1
             raise
         finally:
             events.emit(JobEnded(reason=self.reason, exit_code=self.exit_code))
@@ -113,9 +132,10 @@ async def _run(
     events: EventLog,
     recorder: Recorder,
     outcome: Outcome,
+    rank_exit: RankZeroExit,
 ) -> None:
     """Rank 0: everything inside the event loop."""
-    with RankZeroExit(config.run.stop_grace_s) as rank_exit:
+    with rank_exit:
         async with EngineHost.start(run.logs, events) as host, anyio.create_task_group() as tasks:
             tasks.start_soon(rank_exit.stop_on_signals, tasks.cancel_scope, name="stop on signals")
             tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
@@ -132,14 +152,14 @@ async def _run(
                     task_group=tasks,
                     disposal=disposal,
                 )
-                await loop(job)
+                with rank_exit.bounded_end():
+                    await loop(job)
                 if rank_exit.stop.requested:
                     outcome.reason = "stopped on request after a finished step"
             tasks.cancel_scope.cancel()
         if rank_exit.stopped_by is not None:
             outcome.reason = f"stopped by {rank_exit.stopped_by.name}"
             outcome.exit_code = rank_exit.exit_code or 1
-        rank_exit.expect_exit(outcome.exit_code)
 
 
 def _serve(loaded: LoadedConfig) -> int:

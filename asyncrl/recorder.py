@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from asyncrl.observability.display import Display, StepReport
 from asyncrl.observability.events import EventLog, StepFinished
 from asyncrl.observability.metrics import MetricsLog, StepTimer
-from asyncrl.observability.summary import RunSummary, print_summary, write_summary
+from asyncrl.observability.summary import RunSummary, print_summary, write_curve, write_summary
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.rollout.metrics import RolloutMetrics
@@ -129,6 +129,12 @@ class Recorder:
 
 
 def conclude(recorder: Recorder, outcome: str, *, run_dir: Path, model: Path) -> None:
-    """Writes summary.json and the reward curve and prints both; after the event loop, since it takes a second."""
+    """Writes and prints the summary, then draws the reward curve; after the event loop, since that takes a second.
+
+    In this order, so that an end that is cut short has said how the run went.
+    """
     summary = recorder.summary(outcome, model)
-    print_summary(summary, sys.stdout, write_summary(summary, run_dir))
+    print_summary(summary, sys.stdout, (write_summary(summary, run_dir),))
+    curve = write_curve(summary, run_dir)
+    if curve is not None:
+        print(f"\nreward curve  {curve}", flush=True)

@@ -87,10 +87,11 @@ class RankZeroPolicy:
         raise AssertionError("rank 0 does not watch itself")
 
     def expect_exit(self, exit_code: int, now: float) -> None:
+        """Each stage of an end (disposal, summary, interpreter) has a grace of its own; a signal gives one for all."""
         if self.stopped_by is None:
             self.exit_code = exit_code
             self.reason = f"the end took longer than {self.stop_grace_s:g} s"
-        self.leave_by = _earlier(self.leave_by, now + self.stop_grace_s)
+            self.leave_by = now + self.stop_grace_s
 
 
 class RankPolicy:

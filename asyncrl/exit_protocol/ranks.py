@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 import anyio
@@ -78,17 +80,39 @@ class RankZeroExit:
         self._watch.arm()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """The beacon stays lit until the process ends: ranks watch the process behind it."""
+        if error is not None and self._policy.leave_by is None:
+            self.expect_exit(1)
         self._watch.disarm(keep_deadline=self._policy.leave_by is not None)
 
     async def stop_on_signals(self, scope: anyio.CancelScope) -> None:
-        """Cancels `scope` when a signal says stop (also one that came before this call)."""
-        await anyio.wait_readable(self._watch.orders)
-        scope.cancel(f"stopped by {self._policy.stopped_by!s}")
+        """Cancels `scope` when a signal says stop (also one that came before this call).
+
+        Cancelled itself, because something failed beside it, it bounds the end that follows.
+        """
+        try:
+            await anyio.wait_readable(self._watch.orders)
+            scope.cancel(f"stopped by {self._policy.stopped_by!s}")
+        finally:
+            if self._policy.leave_by is None:
+                self.expect_exit(1)
+
+    @contextmanager
+    def bounded_end(self) -> Iterator[None]:
+        """The job itself; in whatever way it ends, what follows (disposal first) takes no longer than the grace."""
+        try:
+            yield
+        except BaseException:
+            self.expect_exit(1)
+            raise
+        self.expect_exit(0)
 
     def expect_exit(self, exit_code: int) -> None:
-        """The run is over: the process ends within the grace, or is ended with `exit_code`."""
+        """The run is over: the process ends within the grace from now, or is ended with `exit_code`.
+
+        May be called again for the next stage of the end; after a signal all of them share the grace that it began.
+        """
         self._policy.expect_exit(exit_code, time.monotonic())
         self._watch.wake()
 
@@ -106,6 +130,10 @@ class RankExit:
             beacon_name(environ) if on_node_of_rank_zero else None,
         )
         self._watch.arm()
+
+    def allow(self, stop_grace_s: float) -> None:
+        """The configuration is known: from now on rank 0 has this long to lead a stop."""
+        self._policy.stop_grace_s = stop_grace_s
 
     def expect_exit(self, exit_code: int) -> None:
         """The rank has done its work: it ends within the grace, or is ended with `exit_code`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -51,11 +52,17 @@ class ExitWatch:
         self._thread.start()
 
     def disarm(self, keep_deadline: bool) -> None:
-        """Puts the handlers back. With `keep_deadline` the thread still leaves by force, and a signal ends at once."""
+        """Gives the event loop its wakeup descriptor back, and the handlers to whom they belonged.
+
+        With `keep_deadline` the process ends soon: the thread goes on, signals included, until the interpreter does
+        not let it; from there the kernel keeps the deadline.
+        """
         signal.set_wakeup_fd(self._previous_wakeup, warn_on_full_buffer=self._previous_wakeup < 0)
         for signum, handler in self._handlers.items():
-            signal.signal(signum, signal.SIG_DFL if keep_deadline else handler)
-        if not keep_deadline:
+            signal.signal(signum, self._forward if keep_deadline else handler)
+        if keep_deadline:
+            atexit.register(self._leave_the_rest_to_the_kernel)
+        else:
             self._closed = True
             self.wake()
             self._thread.join()
@@ -66,6 +73,17 @@ class ExitWatch:
         """Makes the thread look at the policy again."""
         with contextlib.suppress(BlockingIOError):  # full: it will wake anyhow
             self._wakeup.send(b"\0")
+
+    def _forward(self, signum: int, frame: FrameType | None) -> None:
+        """Does what the wakeup descriptor did, between the bytecodes of the main thread."""
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.send(bytes([signum]))
+
+    def _leave_the_rest_to_the_kernel(self) -> None:
+        """Destructors run while a daemon thread no longer gets the GIL: SIGALRM then ends a process that stays."""
+        if self.policy.leave_by is not None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, max(self.policy.leave_by - time.monotonic(), 0.001))
 
     def _run(self) -> None:
         poll = select.poll()

@@ -61,24 +61,31 @@ class RunSummary:
         return record
 
 
-def write_summary(summary: RunSummary, run_dir: Path) -> tuple[Path, ...]:
-    """Writes summary.json and, where steps were trained, reward_curve.png; returns what was written.
-
-    Takes about a second: call it from a thread. Raises RunDirectoryError when the directory cannot be written.
-    """
-    written = []
+def write_summary(summary: RunSummary, run_dir: Path) -> Path:
+    """Writes summary.json. Raises RunDirectoryError when the directory cannot be written."""
+    path = run_dir / SUMMARY_FILE
     try:
-        path = run_dir / SUMMARY_FILE
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(json.dumps(summary.record(), indent=2, allow_nan=False) + "\n")
         os.replace(unfinished, path)
-        written.append(path)
-        if summary.rewards:
-            write_curve_png(run_dir / CURVE_FILE, summary.rewards, summary.accuracies, _curve_title(summary))
-            written.append(run_dir / CURVE_FILE)
     except OSError as error:
         raise RunDirectoryError(f"{run_dir}: the summary cannot be written ({error.strerror})") from error
-    return tuple(written)
+    return path
+
+
+def write_curve(summary: RunSummary, run_dir: Path) -> Path | None:
+    """Draws reward_curve.png where steps were trained; takes a second or, on a busy machine, several.
+
+    Raises RunDirectoryError when the directory cannot be written.
+    """
+    if not summary.rewards:
+        return None
+    path = run_dir / CURVE_FILE
+    try:
+        write_curve_png(path, summary.rewards, summary.accuracies, _curve_title(summary))
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: the reward curve cannot be drawn ({error.strerror})") from error
+    return path
 
 
 def _curve_title(summary: RunSummary) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import RunDirectoryError
 from asyncrl.observability.reward_curve import curve_text, moving_mean
-from asyncrl.observability.summary import RunSummary, print_summary, write_summary
+from asyncrl.observability.summary import RunSummary, print_summary, write_curve, write_summary
 
 REWARDS = tuple(0.4 + 0.5 / (1 + math.exp(-(i - 20) / 5)) for i in range(40))
 
@@ -30,7 +30,8 @@ def a_summary(**changes: object) -> RunSummary:
 
 
 def test_the_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
-    summary_json, curve_png = write_summary(a_summary(), tmp_path)
+    summary_json, curve_png = write_summary(a_summary(), tmp_path), write_curve(a_summary(), tmp_path)
+    assert curve_png is not None
     record = json.loads(summary_json.read_text())
     assert record["accuracy_before"] == 0.41
     assert record["accuracy_after"] == 0.95
@@ -45,17 +46,19 @@ def test_the_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rewards", [(0.5,), (math.nan, 0.5, 0.6), (math.nan, math.nan)])
 def test_a_run_of_few_or_odd_rewards_is_summed_up(tmp_path: Path, rewards: tuple[float, ...]) -> None:
     summary = a_summary(rewards=rewards, accuracies=(), facts={"largest difference": math.inf})
-    files = write_summary(summary, tmp_path)
-    record = json.loads(files[0].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    path = write_summary(summary, tmp_path)
+    assert write_curve(summary, tmp_path) is not None
+    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert len(record["rewards"]) == len(rewards)
-    print_summary(summary, io.StringIO(), files)
+    print_summary(summary, io.StringIO(), (path,))
 
 
 def test_a_run_that_trained_nothing_has_no_curve(tmp_path: Path) -> None:
     summary = a_summary(
         steps=0, rewards=(), accuracy_after=None, time_split={}, export=None, outcome="stopped by SIGINT"
     )
-    assert [path.name for path in write_summary(summary, tmp_path)] == ["summary.json"]
+    assert write_summary(summary, tmp_path).name == "summary.json"
+    assert write_curve(summary, tmp_path) is None
     stream = io.StringIO()
     print_summary(summary, stream)
     assert "stopped by SIGINT" in stream.getvalue()

@@ -1,0 +1,165 @@
+"""What `run_job` puts around a loop, in processes of their own: every end is bounded, and says how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import CONFIG
+
+GRACE_S = 1.5
+BOUND_S = 25.0
+"""For a whole process on a busy machine; what hangs below hangs for 120 s."""
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import anyio
+from asyncrl.components import run_job
+from asyncrl.errors import TrainerError
+
+async def loop(job):
+    job.record.start(0)
+    {loop}
+
+{before}
+sys.exit(run_job(loop))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    text: str
+    seconds: float
+    run_dir: Path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Names a model without weights: nothing here gets as far as reading them."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(
+        json.dumps({**CONFIG, "model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 512})
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[model]\npath = "{model}"\n[data]\nsource = "{tmp_path}/prompts.jsonl"\n'
+        f'[run]\ndir = "{tmp_path}/run"\ndisplay = "plain"\nstop_grace_s = {GRACE_S}\n'
+    )
+    return path
+
+
+def run_loop(recipe: Path, loop: str, *options: str, before: str = "", **environ: str) -> Ended:
+    """Runs a job whose loop has the body `loop`, to its end."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(loop=loop, before=before), "@", str(recipe), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BOUND_S,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environ,
+    )
+    return Ended(done.returncode, done.stdout, time.monotonic() - began, recipe.parent / "run")
+
+
+def last_event(ended: Ended) -> dict[str, object]:
+    event: dict[str, object] = json.loads((ended.run_dir / "events.jsonl").read_text().splitlines()[-1])
+    return event
+
+
+FAIL = 'raise TrainerError("the loss has a cold")'
+STAY = "threading.Thread(target=time.sleep, args=(120,)).start()"
+CLING = "job.disposal.push_async_callback(cling)"
+CLINGING = """
+async def cling():
+    with anyio.CancelScope(shield=True):
+        await anyio.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [(FAIL, 1), ("pass", 0)], ids=["failed", "finished"])
+@pytest.mark.parametrize("what", [STAY, CLING], ids=["a thread stays", "disposal hangs"])
+def test_no_end_waits_for_what_does_not_end(recipe: Path, what: str, end: str, code: int) -> None:
+    ended = run_loop(recipe, f"{what}; {end}" if end == "pass" else f"{what}\n    {end}", before=CLINGING)
+    assert ended.code == code, ended.text
+    assert "leaves by force: the end took longer than 1.5 s" in ended.text
+    if what is STAY:
+        assert ("error: the loss has a cold" in ended.text) == (end == FAIL)
+        assert last_event(ended)["exit_code"] == code
+
+
+def test_a_failure_beside_the_loop_bounds_a_loop_that_cannot_be_cancelled(recipe: Path) -> None:
+    loop = f"job.task_group.start_soon(fail)\n    await cling()\n{CLINGING}\nasync def fail():\n    {FAIL}\n"
+    ended = run_loop(recipe, loop)
+    assert ended.code == 1 and "leaves by force" in ended.text, ended.text
+
+
+def test_a_destructor_that_hangs_is_ended_by_the_kernel(recipe: Path) -> None:
+    before = "class Stuck:\n    def __del__(self, sleep=time.sleep): sleep(120)\nthreading.stuck = Stuck()"
+    ended = run_loop(recipe, FAIL, before=before)
+    assert ended.code == -signal.SIGALRM and "error: the loss has a cold" in ended.text
+
+
+@pytest.mark.parametrize("signum", ["SIGUSR1", "SIGINT", "SIGTERM"])
+def test_a_signal_during_the_summary_does_not_cost_it(recipe: Path, signum: str) -> None:
+    before = f"""
+import asyncrl.driver
+conclude = asyncrl.driver.conclude
+def interrupted(*args, **how):
+    os.kill(os.getpid(), signal.{signum})
+    conclude(*args, **how)
+asyncrl.driver.conclude = interrupted
+"""
+    ended = run_loop(recipe, "pass", before=before)
+    assert ended.code == 0 and "finished" in ended.text, ended.text
+    assert json.loads((ended.run_dir / "summary.json").read_text())["outcome"] == "finished"
+
+
+def test_a_second_signal_during_the_summary_ends_it(recipe: Path) -> None:
+    before = """
+import asyncrl.driver
+def interrupted(*args, **how):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.8)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(120)
+asyncrl.driver.conclude = interrupted
+"""
+    ended = run_loop(recipe, "pass", "--run.stop-grace-s", "29", before=before)
+    assert ended.code == 128 + signal.SIGINT and "SIGINT while stopping" in ended.text, ended.text
+
+
+def test_ctrl_c_before_the_loop_is_a_word_and_no_traceback(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow_model.py").write_text("import os, signal\ndef build(path): os.kill(os.getpid(), signal.SIGINT)\n")
+    ended = run_loop(
+        recipe,
+        "pass",
+        *("--model.path", str(tmp_path / "not-yet"), "--model.builder", "slow_model:build"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert (ended.code, ended.text) == (128 + signal.SIGINT, "stopped by SIGINT\n")
+
+
+def test_other_ranks_keep_the_grace_of_the_configuration(recipe: Path) -> None:
+    before = """
+import asyncrl.driver
+def serve(loaded):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(120)
+asyncrl.driver._serve = serve
+"""
+    rank_1 = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+    ended = run_loop(recipe, "pass", "--run.stop-grace-s", "0.1", before=before, **rank_1)
+    assert ended.code == 128 + signal.SIGTERM and "no end came from rank 0 after SIGTERM" in ended.text, ended.text
+    assert ended.seconds < 12.0  # with the default grace it would be 13 s after the signal
