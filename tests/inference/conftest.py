@@ -14,7 +14,7 @@ from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlaceme
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
-from tests.inference.scripted import ScriptedEngine, ScriptedHost, ScriptedRouter
+from tests.scripted import ScriptedEngine, ScriptedHost, ScriptedRouter
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def start_fleet(tmp_path: Path) -> StartFleet:
             except BaseExceptionGroup as group:
                 fleet.failures += group.exceptions
 
-        async with anyio.create_task_group() as outer:
+        async with host, anyio.create_task_group() as outer:
             await outer.start(run)
             try:
                 yield fleet

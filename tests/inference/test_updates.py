@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import zlib
+
 import anyio
 import pytest
+import torch
+from torch import Tensor
 
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
 from tests.inference.conftest import Fleet, StartFleet, eventually
-from tests.inference.scripted import hang, refuse
+from tests.scripted import hang, refuse
 
 pytestmark = pytest.mark.anyio
 
 
-def deliver(fleet: Fleet, version: str, value: str | None = None) -> None:
+def tensors_of(fleet: Fleet, version: str) -> dict[str, Tensor]:
+    """Weights that no other version has."""
+    value = float(zlib.crc32(version.encode()))
+    return {name: torch.full_like(tensor, value) for name, tensor in fleet.engines[0].base.items()}
+
+
+def deliver(fleet: Fleet, version: str, tensors: dict[str, Tensor] | None = None) -> None:
+    """What a transport does, without one."""
     for engine in fleet.engines:
-        engine.receive(dict.fromkeys(("embed", "layer"), value or version))
+        engine.weights.load((tensors or tensors_of(fleet, version)).items())
 
 
 def acks(lease: UpdateLease, *without: str) -> list[UpdateAck]:
@@ -68,7 +79,7 @@ async def test_an_update_pauses_stamps_torn_and_serves_the_new_version(start_fle
 async def test_the_first_publication_is_probed_through_the_router(start_fleet: StartFleet) -> None:
     async with start_fleet(1) as fleet:
         await fleet.controller.wait_ready()
-        fleet.router.generate_status = 503
+        fleet.router.faults.add(refuse("generate", 503))
         lease = await fleet.controller.begin_weight_update("0.0")
         deliver(fleet, "0.0")
         with pytest.raises(EngineError, match="router: no generation: HTTP 503"):
@@ -80,16 +91,15 @@ async def test_tensors_that_an_engine_silently_ignored_are_named_on_the_first_pu
 ) -> None:
     async with start_fleet(1) as fleet:
         await fleet.controller.wait_ready()
-        fleet.engines[0].known = frozenset({"embed"})
         lease = await fleet.controller.begin_weight_update("0.0")
         # The values are those that the engine had loaded from disk itself: only the reset tells them apart.
-        deliver(fleet, "0.0", "base")
+        base = fleet.engines[0].base
+        deliver(fleet, "0.0", {"embed": base["embed"], "model.layer": base["layer"]})
         with pytest.raises(WeightUpdateError, match="engine-0: took the update but ignored layer"):
             await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert fleet.states() == ["pending_weights"]
         assert fleet.router.workers == []
         assert_nothing_paused_or_torn(fleet)
-        fleet.engines[0].known = frozenset({"embed", "layer"})
         await publish(fleet, "0.0")
         assert fleet.states() == ["serving"]
 
@@ -99,7 +109,7 @@ async def test_an_engine_with_other_values_than_the_majority_is_taken_out(start_
         await fleet.controller.wait_ready()
         lease = await fleet.controller.begin_weight_update("0.0")
         deliver(fleet, "0.0")
-        fleet.engines[1].weights["embed"] = "flipped bit"
+        fleet.engines[1].weights.load([("embed", torch.zeros(8))])
         await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert fleet.states() == ["serving", "quarantined", "serving"]
         assert_nothing_paused_or_torn(fleet)
@@ -186,7 +196,7 @@ async def test_an_engine_that_refuses_to_begin_is_taken_out_and_the_other_update
 ) -> None:
     async with start_fleet(2) as fleet:
         await publish(fleet, "0.0")
-        fleet.engines[0].faults[step] = refuse(status)
+        fleet.engines[0].script(refuse(step, status, times=None))
         await publish(fleet, "0.1")
         assert fleet.states() == ["quarantined", "serving"]
         assert_nothing_paused_or_torn(fleet)
@@ -201,7 +211,7 @@ async def test_an_engine_that_refuses_to_commit_is_taken_out_and_the_other_serve
         await publish(fleet, "0.0")
         lease = await fleet.controller.begin_weight_update("0.1")
         deliver(fleet, "0.1")
-        fleet.engines[0].faults[step] = refuse(status)
+        fleet.engines[0].script(refuse(step, status, times=None))
         await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert fleet.states() == ["quarantined", "serving"]
         assert_nothing_paused_or_torn(fleet)
@@ -212,7 +222,7 @@ async def test_a_begin_that_is_cancelled_pauses_nothing(start_fleet: StartFleet,
     async with start_fleet(2) as fleet:
         await publish(fleet, "0.0")
         for engine in fleet.engines:
-            engine.faults[step] = hang_once(engine.faults, step)
+            engine.script(hang(step))
         with anyio.move_on_after(0.2) as scope:
             await fleet.controller.begin_weight_update("0.1")
         assert scope.cancelled_caught
@@ -230,7 +240,7 @@ async def test_a_commit_that_is_cancelled_pauses_nothing_and_serves_nothing_torn
         await publish(fleet, "0.0")
         lease = await fleet.controller.begin_weight_update("0.1")
         deliver(fleet, "0.1")
-        fleet.engines[0].faults[step] = hang_once(fleet.engines[0].faults, step)
+        fleet.engines[0].script(hang(step))
         with anyio.move_on_after(0.2) as scope:
             await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert scope.cancelled_caught
@@ -244,7 +254,7 @@ async def test_an_engine_that_hangs_in_the_clean_up_is_killed_in_bounded_time(st
     async with start_fleet(2) as fleet:
         await publish(fleet, "0.0")
         lease = await fleet.controller.begin_weight_update("0.1")
-        fleet.engines[0].faults["continue_generation"] = hang
+        fleet.engines[0].script(hang("continue_generation", times=None))
         with anyio.fail_after(8):
             await fleet.controller.abort_weight_update(lease.lease_id, {})
         assert fleet.states() == ["quarantined", "pending_weights"]
@@ -268,13 +278,3 @@ async def test_an_engine_that_dies_around_an_update_is_left_out(start_fleet: Sta
         assert fleet.states() == ["dead", "serving"]
         assert_nothing_paused_or_torn(fleet)
         await publish(fleet, "0.2")
-
-
-def hang_once(faults: dict, step: str):
-    """Hangs until it is given up, then the endpoint works again."""
-
-    async def fault() -> None:
-        del faults[step]
-        await anyio.sleep_forever()
-
-    return fault

@@ -53,8 +53,7 @@ class ScriptedHost:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> bool | None:
-        for process in self._processes.values():
-            process.server.kill()
+        self.die()
         return await self._tasks.__aexit__(kind, error, tb)
 
     async def spawn(self, spec: ProcessSpec) -> int:
@@ -68,6 +67,9 @@ class ScriptedHost:
         port = int(spec.argv[spec.argv.index("--port") + 1])
         await self._tasks.start(self._run, spec.name, port, process)
         process.pid = process.server.pid
+        if self.dead:  # it died meanwhile
+            process.server.kill()
+        self._check_alive()
         return process.pid
 
     async def wait(self, name: str) -> ProcessExit:
