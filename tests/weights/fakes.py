@@ -1,35 +1,20 @@
-"""Both ends of a publication for tests: a trainer that is only a thread with tensors, a fleet that only keeps account,
-and an engine that really joins the process group and really keeps what it receives."""
+"""A trainer that is only a thread with tensors, and a fleet that only keeps account."""
 
 from __future__ import annotations
 
-import base64
-import io
-import os
-import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
-from asyncrl.errors import EngineError
 from asyncrl.training.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.transfer import EngineControl, Sink
-
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+from asyncrl.weights.transfer import Sink
 
 T = TypeVar("T")
 Hook = Callable[[], Awaitable[None]]
@@ -151,162 +136,3 @@ class AccountingFleet:
         if name in self.hooks:
             await self.hooks[name]()
         await anyio.lowlevel.checkpoint()
-
-
-class EngineFault(EngineError):
-    """As the engine client raises it: without a status there was no answer."""
-
-    def __init__(self, message: str, status: int | None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class GlooEngine:
-    """An engine's control API over a real gloo group of its own; `loaded` is what it received."""
-
-    def __init__(self, engine_id: str = "engine-0", generation: int = 1, tensor_parallel: int = 1) -> None:
-        self.endpoint = EngineEndpoint(engine_id, generation, f"http://{engine_id}", tensor_parallel)
-        self.loaded: dict[str, Tensor] = {}
-        self.groups: dict[str, list[ProcessGroupGloo]] = {}
-        self.joined: list[str] = []
-        self.buckets = 0
-        self.flushes: list[bool] = []
-        self.flattened: list[bool] = []
-        self.faults: dict[tuple[str, int], Callable[[], Awaitable[None]]] = {}
-        """(step, which bucket) → what happens; steps: init, before, after (a bucket was received), disk, tensor."""
-
-    async def init_weights_group(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        timeout_s: float,
-    ) -> None:
-        await self._fault("init", 0)
-        assert backend == "gloo"
-
-        def join(rank: int) -> ProcessGroupGloo:
-            timeout = timedelta(seconds=20)
-            store = TCPStore(master_address, master_port, world_size, is_master=False, timeout=timeout)
-            nested = PrefixStore("cpu/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))
-            return ProcessGroupGloo(nested, rank, world_size, timeout)
-
-        ranks = range(rank_offset, rank_offset + self.endpoint.tensor_parallel)
-        self.groups[group_name] = await self._on_all_ranks([partial(join, rank) for rank in ranks])
-        self.joined.append(group_name)
-
-    async def destroy_weights_group(self, group_name: str, timeout_s: float = 5.0) -> None:
-        if self.groups.pop(group_name, None) is None:
-            raise EngineFault(f"{self.endpoint.engine_id}: the group does not exist", 400)
-
-    async def update_from_distributed(
-        self, tensors: Sequence[TensorSpec], *, group_name: str, flattened: bool, flush_cache: bool, timeout_s: float
-    ) -> None:
-        await self._fault("before", self.buckets)
-        if group_name not in self.groups:
-            raise EngineFault(f"{self.endpoint.engine_id}: unknown group", 400)
-        groups = self.groups[group_name]
-        received = await self._on_all_ranks([partial(_receive, group, tensors, flattened) for group in groups])
-        await self._fault("after", self.buckets)
-        self.buckets += 1
-        self.loaded |= received[0]
-        self.flushes.append(flush_cache)
-        self.flattened.append(flattened)
-
-    async def update_from_tensor(
-        self, serialized_named_tensors: Sequence[str], *, flattened: bool, flush_cache: bool, timeout_s: float = 5.0
-    ) -> None:
-        await self._fault("tensor", self.buckets)
-        assert len(serialized_named_tensors) == self.endpoint.tensor_parallel
-        named = pickle.load(io.BytesIO(base64.b64decode(serialized_named_tensors[0])))
-        self.loaded |= {name: tensor.clone() for name, tensor in named}
-        self.buckets += 1
-        self.flushes.append(flush_cache)
-
-    async def update_from_disk(self, model_path: str, *, flush_cache: bool = True, timeout_s: float = 5.0) -> None:
-        await self._fault("disk", 0)
-        self.loaded |= await anyio.to_thread.run_sync(_load, model_path)
-        self.flushes.append(flush_cache)
-
-    async def _fault(self, step: str, bucket: int) -> None:
-        await anyio.lowlevel.checkpoint()
-        if (step, bucket) in self.faults:
-            await self.faults[step, bucket]()
-
-    async def _on_all_ranks(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs each blocking call in a thread of its own, as the engine's TP ranks would."""
-        results: list[T] = []
-        errors: list[RuntimeError] = []
-
-        async def one(call: Callable[[], T]) -> None:
-            try:
-                results.append(await anyio.to_thread.run_sync(call, abandon_on_cancel=True))
-            except RuntimeError as error:
-                errors.append(error)
-
-        async with anyio.create_task_group() as task_group:
-            for call in calls:
-                task_group.start_soon(one, call)
-        if errors:
-            raise EngineFault(f"{self.endpoint.engine_id}: Failed to receive weights: {errors[0]}", 400)
-        return results
-
-    def refuse(self, step: str, bucket: int = 0) -> None:
-        async def fault() -> None:
-            del self.faults[step, bucket]
-            raise EngineFault(f"{self.endpoint.engine_id}: refused at {step} {bucket}", 400)
-
-        self.faults[step, bucket] = fault
-
-    def die(self, step: str, bucket: int = 0) -> None:
-        async def fault() -> None:
-            self.groups.clear()  # its connections close
-            raise EngineFault(f"{self.endpoint.engine_id}: connection lost", None)
-
-        self.faults[step, bucket] = fault
-
-    def hang(self, step: str, bucket: int = 0) -> None:
-        self.faults[step, bucket] = anyio.sleep_forever
-
-
-def opener(*engines: GlooEngine) -> Callable[[str, str], AbstractAsyncContextManager[EngineControl]]:
-    by_id = {engine.endpoint.engine_id: engine for engine in engines}
-
-    @asynccontextmanager
-    async def open_engine(engine_id: str, url: str) -> AsyncIterator[EngineControl]:
-        yield by_id[engine_id]
-
-    return open_engine
-
-
-def endpoints(engines: Iterable[GlooEngine]) -> tuple[EngineEndpoint, ...]:
-    return tuple(engine.endpoint for engine in engines)
-
-
-def _load(directory: str) -> dict[str, Tensor]:
-    return {name: t for path in sorted(Path(directory).glob("*.safetensors")) for name, t in load_file(path).items()}
-
-
-def _receive(group: ProcessGroupGloo, tensors: Sequence[TensorSpec], flattened: bool) -> dict[str, Tensor]:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    options.timeout = timedelta(seconds=20)
-    received = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in tensors}
-    broadcast: Any = group
-    if flattened:
-        flat = torch.empty(sum(t.size_bytes for t in tensors), dtype=torch.uint8)
-        broadcast.broadcast([flat], options).wait()
-        offset = 0
-        for t in tensors:
-            received[t.name] = flat[offset : offset + t.size_bytes].view(getattr(torch, t.dtype)).view(t.shape)
-            offset += t.size_bytes
-        return received
-    works = [broadcast.broadcast([tensor], options) for tensor in received.values()]
-    for work in works:
-        work.wait()
-    return received

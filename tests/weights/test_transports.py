@@ -2,40 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import WeightUpdateError
+from asyncrl.inference.engine_api import EngineClient
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import BucketFiller, FailureKind, Transport
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
 from asyncrl.weights.transports.disk import DiskTransport
 from asyncrl.weights.transports.tensor import TensorTransport
-from tests.weights.fakes import GlooEngine, ThreadSource, endpoints, opener, random_tensors
+from tests.scripted import Fault, ScriptedEngine, die, hang, instead, refuse
+from tests.weights.fakes import ThreadSource, random_tensors
 
 BUCKET_BYTES = 64 * 1024
+RECEIVE = "update_weights_from_distributed"
+JOIN = "init_weights_update_group"
+ENDPOINTS = {"broadcast": RECEIVE, "tensor": "update_weights_from_tensor", "disk": "update_weights_from_disk"}
 Make = Callable[..., Transport]
 
 
-def make_broadcast(*engines: GlooEngine, timeout_s: float = 10.0) -> BroadcastTransport:
-    return BroadcastTransport(opener(*engines), backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A scripted engine that is paused, with an open session, and its address."""
+
+    engine: ScriptedEngine
+    endpoint: EngineEndpoint
+
+    def script(self, *faults: Fault) -> None:
+        self.engine.script(*faults)
+
+    @property
+    def flushes(self) -> list[bool]:
+        return [update["flush_cache"] for update in self.engine.updates]
+
+    @property
+    def joined(self) -> list[str]:
+        return self.engine.weights.joined
 
 
-def make_tensor(*engines: GlooEngine, timeout_s: float = 10.0) -> TensorTransport:
-    return TensorTransport(opener(*engines), bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+Start = Callable[..., Coroutine[Any, Any, Peer]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Call with an engine id, and `generation` or `tensor_parallel`."""
+    engines: list[ScriptedEngine] = []
+    async with anyio.create_task_group() as task_group:
+
+        async def start_one(engine_id: str = "engine-0", generation: int = 1, tensor_parallel: int = 1) -> Peer:
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in random_tensors().items()}
+            engine = ScriptedEngine(zeros, tensor_parallel=tensor_parallel)
+            engines.append(engine)
+            await task_group.start(engine.run)
+            async with EngineClient.open(engine_id, engine.url) as client:
+                await client.pause()
+                await client.begin_weight_update()
+            return Peer(engine, EngineEndpoint(engine_id, generation, engine.url, tensor_parallel))
+
+        yield start_one
+        for engine in engines:
+            engine.kill()
+
+
+def endpoints(peers: Iterable[Peer]) -> tuple[EngineEndpoint, ...]:
+    return tuple(peer.endpoint for peer in peers)
+
+
+def make_broadcast(timeout_s: float = 10.0) -> BroadcastTransport:
+    return BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+
+
+def make_tensor(timeout_s: float = 10.0) -> TensorTransport:
+    return TensorTransport(EngineClient.open, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
 
 
 @pytest.fixture
 def make_disk(tmp_path: Path) -> Make:
-    def make(*engines: GlooEngine, timeout_s: float = 10.0) -> DiskTransport:
+    def make(timeout_s: float = 10.0) -> DiskTransport:
         return DiskTransport(
-            opener(*engines), directory=tmp_path / "weights", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+            EngineClient.open, directory=tmp_path / "weights", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
         )
 
     return make
@@ -46,16 +101,17 @@ def make(request: pytest.FixtureRequest, make_disk: Make) -> Make:
     return {"broadcast": make_broadcast, "tensor": make_tensor, "disk": make_disk}[request.param]
 
 
-def assert_equal(engine: GlooEngine, tensors: dict[str, Tensor]) -> None:
-    assert engine.loaded.keys() == tensors.keys()
+def assert_equal(peer: Peer, tensors: dict[str, Tensor]) -> None:
+    held = peer.engine.weights.tensors
+    assert held.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert engine.loaded[name].dtype == tensor.dtype
-        assert torch.equal(engine.loaded[name], tensor), name
+        assert held[name].dtype == tensor.dtype
+        assert torch.equal(held[name], tensor), name
 
 
-async def test_every_engine_gets_every_byte_again_and_again(make: Make, source: ThreadSource) -> None:
-    engines = [GlooEngine("engine-0"), GlooEngine("engine-1", tensor_parallel=2)]
-    transport = make(*engines)
+async def test_every_engine_gets_every_byte_again_and_again(make: Make, source: ThreadSource, start: Start) -> None:
+    engines = [await start("engine-0"), await start("engine-1", tensor_parallel=2)]
+    transport = make()
     for seed in (0, 1, 2):
         source.tensors = random_tensors(seed)
         result = await transport.transfer(source, endpoints(engines))
@@ -64,34 +120,35 @@ async def test_every_engine_gets_every_byte_again_and_again(make: Make, source: 
         for engine in engines:
             assert_equal(engine, source.tensors)
             assert engine.flushes[-1] and not any(engine.flushes[:-1])
-            engine.flushes.clear()
+            engine.engine.updates.clear()
     await transport.aclose()
     await transport.aclose()
 
 
-async def test_small_tensors_share_a_message_and_large_ones_do_not(source: ThreadSource) -> None:
-    engine = GlooEngine()
-    transport = BroadcastTransport(opener(engine), backend="gloo", bucket_bytes=1 << 20, timeout_s=10.0)
+async def test_small_tensors_share_a_message_and_large_ones_do_not(source: ThreadSource, start: Start) -> None:
+    engine = await start()
+    transport = BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=1 << 20, timeout_s=10.0)
     await transport.transfer(source, endpoints([engine]))
     assert_equal(engine, source.tensors)
-    assert engine.flattened == [True]
+    assert [update["load_format"] for update in engine.engine.updates] == ["flattened_bucket"]
     assert not is_flattened((TensorSpec("a", "float32", (1024, 1024)), TensorSpec("b", "float32", (8,))))
     assert not is_flattened((TensorSpec("a", "float32", (8,)),))
     await transport.aclose()
 
 
-async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when_not(source: ThreadSource) -> None:
-    first, second = GlooEngine("engine-0"), GlooEngine("engine-1")
-    reborn = GlooEngine("engine-1", generation=2)
-    transport = make_broadcast(first, second)
+async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when_not(
+    source: ThreadSource, start: Start
+) -> None:
+    first, second = await start("engine-0"), await start("engine-1")
+    reborn = await start("engine-1", generation=2)
+    transport = make_broadcast()
     await transport.transfer(source, endpoints([first, second]))
     await transport.transfer(source, endpoints([first, second]))
     assert len(first.joined) == 1
 
-    transport._open_engine = opener(first, reborn)
     await transport.transfer(source, endpoints([first, reborn]))
     assert len(set(first.joined)) == 2 and reborn.joined == first.joined[1:]
-    assert first.groups.keys() == {first.joined[1]}, "the old group was destroyed"
+    assert first.engine.weights.groups.keys() == {first.joined[1]}, "the old group was destroyed"
     assert_equal(reborn, source.tensors)
     await transport.aclose()
 
@@ -99,11 +156,11 @@ async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when
 @pytest.mark.parametrize("step", ["before", "after"])
 @pytest.mark.parametrize("bucket", [0, 2])
 async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
-    step: str, bucket: int, source: ThreadSource
+    step: str, bucket: int, source: ThreadSource, start: Start
 ) -> None:
-    survivor, victim = GlooEngine("engine-0"), GlooEngine("engine-1")
-    transport = make_broadcast(survivor, victim, timeout_s=1.0)
-    victim.die(step, bucket)
+    survivor, victim = await start("engine-0"), await start("engine-1")
+    transport = make_broadcast(timeout_s=1.0)
+    victim.script(die(RECEIVE, when=step, nth=bucket + 1))
     result = await transport.transfer(source, endpoints([survivor, victim]))
 
     assert result.failures["engine-1"].kind is FailureKind.GONE
@@ -117,10 +174,12 @@ async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
     await transport.aclose()
 
 
-async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_suffers(source: ThreadSource) -> None:
-    good, refusing = GlooEngine("engine-0"), GlooEngine("engine-1")
-    transport = make_broadcast(good, refusing)
-    refusing.refuse("after", 1)
+async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_suffers(
+    source: ThreadSource, start: Start
+) -> None:
+    good, refusing = await start("engine-0"), await start("engine-1")
+    transport = make_broadcast()
+    refusing.script(refuse(RECEIVE, when="after", nth=2))
     with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
         result = await transport.transfer(source, endpoints([good, refusing]))
     assert result.failures["engine-1"].kind is FailureKind.REFUSED
@@ -129,22 +188,26 @@ async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_s
     await transport.aclose()
 
 
-async def test_an_engine_that_refuses_the_last_bucket_takes_nothing_from_the_others(source: ThreadSource) -> None:
-    good, refusing = GlooEngine("engine-0"), GlooEngine("engine-1")
-    transport = make_broadcast(good, refusing)
+async def test_an_engine_that_refuses_the_last_bucket_takes_nothing_from_the_others(
+    source: ThreadSource, start: Start
+) -> None:
+    good, refusing = await start("engine-0"), await start("engine-1")
+    transport = make_broadcast()
     last = len(BucketFiller(source.tensor_specs, BUCKET_BYTES).buckets) - 1
-    refusing.refuse("after", last)
+    refusing.script(refuse(RECEIVE, when="after", nth=last + 1))
     result = await transport.transfer(source, endpoints([good, refusing]))
     assert set(result.failures) == {"engine-1"} and result.source_error is None
     assert_equal(good, source.tensors)
     await transport.aclose()
 
 
-async def test_a_hanging_engine_costs_one_bucket_timeout(source: ThreadSource, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_engine_costs_one_bucket_timeout(
+    source: ThreadSource, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.3)
-    good, hanging = GlooEngine("engine-0"), GlooEngine("engine-1")
-    transport = make_broadcast(good, hanging, timeout_s=0.5)
-    hanging.hang("before", 1)
+    good, hanging = await start("engine-0"), await start("engine-1")
+    transport = make_broadcast(timeout_s=0.5)
+    hanging.script(hang(RECEIVE, nth=2))
     with anyio.fail_after(5.0):
         result = await transport.transfer(source, endpoints([good, hanging]))
     assert result.failures["engine-1"].kind is FailureKind.GONE
@@ -156,13 +219,13 @@ async def test_a_hanging_engine_costs_one_bucket_timeout(source: ThreadSource, m
 
 @pytest.mark.parametrize("how", ["refuse", "die", "hang"])
 async def test_a_group_that_does_not_form_touches_nobody(
-    how: str, source: ThreadSource, monkeypatch: pytest.MonkeyPatch
+    how: str, source: ThreadSource, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.3)
-    good, bad = GlooEngine("engine-0"), GlooEngine("engine-1")
-    transport = make_broadcast(good, bad, timeout_s=0.5)
+    good, bad = await start("engine-0"), await start("engine-1")
+    transport = make_broadcast(timeout_s=0.5)
     monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)
-    getattr(bad, how)("init")
+    bad.script({"refuse": refuse, "die": die, "hang": hang}[how](JOIN))
     with anyio.fail_after(5.0):
         result = await transport.transfer(source, endpoints([good, bad]))
     assert not result.touched and result.source_error is not None
@@ -170,40 +233,42 @@ async def test_a_group_that_does_not_form_touches_nobody(
     assert source.exported == 0
     await transport.abandon(endpoints([good, bad]))
 
-    patient = make_broadcast(good)
+    patient = make_broadcast()
     again = await patient.transfer(source, endpoints([good]))
     assert not again.failures
     await patient.aclose()
 
 
-async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: ThreadSource) -> None:
-    engine = GlooEngine()
-    engine.refuse("init")
-    transport = make_broadcast(engine, timeout_s=60.0)
+async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: ThreadSource, start: Start) -> None:
+    engine = await start()
+    engine.script(refuse(JOIN))
+    transport = make_broadcast(timeout_s=60.0)
     with anyio.fail_after(3.0):
         result = await transport.transfer(source, endpoints([engine]))
     assert result.failures["engine-0"].kind is FailureKind.REFUSED and not result.touched
     await transport.aclose()
 
 
-async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(make: Make, source: ThreadSource) -> None:
-    engines = [GlooEngine("engine-0"), GlooEngine("engine-1")]
-    transport = make(*engines)
+async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(
+    make: Make, source: ThreadSource, start: Start
+) -> None:
+    engines = [await start("engine-0"), await start("engine-1")]
+    transport = make()
     with anyio.CancelScope() as scope:
 
         async def cancel() -> None:
             scope.cancel()
 
-        for step, bucket in (("before", 1), ("tensor", 1), ("disk", 0)):
-            engines[1].faults[step, bucket] = cancel
+        engines[1].script(instead(RECEIVE, cancel, nth=2), instead(ENDPOINTS["tensor"], cancel, nth=2))
+        engines[1].script(instead(ENDPOINTS["disk"], cancel))
         with anyio.fail_after(8.0, shield=False):
             await transport.transfer(source, endpoints(engines))
     assert scope.cancelled_caught
     with anyio.fail_after(5.0):
         await transport.abandon(endpoints(engines))
     for engine in engines:
-        engine.faults.clear()
-        engine.loaded.clear()
+        engine.engine.faults.clear()
+        engine.engine.weights.reset()
     await source.call(lambda: None, what="turn after the cancelled export", timeout_s=2.0)
 
     result = await transport.transfer(source, endpoints(engines))
@@ -213,11 +278,13 @@ async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(make: M
     await transport.aclose()
 
 
-async def test_one_failing_engine_does_not_stop_handover_to_the_others(source: ThreadSource, make_disk: Make) -> None:
+async def test_one_failing_engine_does_not_stop_handover_to_the_others(
+    source: ThreadSource, start: Start, make_disk: Make
+) -> None:
     for make_one, step in ((make_tensor, "tensor"), (make_disk, "disk")):
-        good, bad = GlooEngine("engine-0"), GlooEngine("engine-1")
-        bad.die(step)
-        transport = make_one(good, bad)
+        good, bad = await start("engine-0"), await start("engine-1")
+        bad.script(die(ENDPOINTS[step]))
+        transport = make_one()
         result = await transport.transfer(source, endpoints([good, bad]))
         assert set(result.failures) == {"engine-1"} and result.source_error is None
         assert_equal(good, source.tensors)
@@ -226,7 +293,7 @@ async def test_one_failing_engine_does_not_stop_handover_to_the_others(source: T
 
 @pytest.mark.parametrize("damage", ["renamed", "reshaped", "missing", "extra"])
 async def test_an_export_that_differs_from_its_specs_never_reaches_an_engine_whole(
-    damage: str, make: Make, source: ThreadSource
+    damage: str, make: Make, source: ThreadSource, start: Start
 ) -> None:
     """Engines ignore unknown names and answer 200, so it has to be noticed here."""
     tensors = source.tensors
@@ -238,8 +305,8 @@ async def test_an_export_that_differs_from_its_specs_never_reaches_an_engine_who
         source.tensors = {name: t for name, t in tensors.items() if name != "scalar"}
     else:
         source.tensors = tensors | {"surplus": torch.zeros(3)}
-    engine = GlooEngine()
-    transport = make(engine)
+    engine = await start()
+    transport = make()
     result = await transport.transfer(source, endpoints([engine]))
     assert result.source_error is not None
     assert {"renamed": "three", "reshaped": "(32, 24)", "missing": "scalar", "extra": "surplus"}[damage] in (
