@@ -25,6 +25,7 @@ from asyncrl.errors import ConfigError
 PREFIX = "engine.server_args"
 
 _JOB_PORTS = "the job picks free ports itself; leave it out"
+_HTTP_ONLY = "the job speaks HTTP to its engines; leave it out"
 _ONE_NODE = "an engine runs on one node; leave it out"
 _TENSOR_PARALLEL_ONLY = (
     "new weights reach tensor-parallel ranks only; for more replicas use engine.num_engines, for larger ones "
@@ -41,6 +42,10 @@ RESERVED: Mapping[str, str] = {
     "dist_init_addr": _JOB_PORTS,
     "gated_launch_port": _JOB_PORTS,
     "engine_info_bootstrap_port": _JOB_PORTS,
+    "grpc_port": _HTTP_ONLY,
+    "smg_grpc_mode": _HTTP_ONLY,
+    "grpc_mode": _HTTP_ONLY,
+    "smg_http_sidecar_port": _HTTP_ONLY,
     "nnodes": _ONE_NODE,
     "node_rank": _ONE_NODE,
     "tp_size": "use engine.tensor_parallel",

@@ -45,16 +45,45 @@ class EngineConfig(Section):
 
 
 class RouterConfig(Section):
-    """The sglang-router in front of the engines."""
+    """The router in front of the engines."""
 
-    policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = "round_robin"
-    """How the router picks an engine."""
+    package: Literal["sglang-router", "smg"] = "sglang-router"
+    """Which router: sglang-router, or smg, its successor (pip install 'asyncrl[smg]')."""
+
+    policy: Literal["round_robin", "random", "manual", "cache_aware", "least_load", "consistent_hashing"] = (
+        "round_robin"
+    )
+    """How the router picks an engine. manual: by routing key, see sticky. Only smg: cache_aware (the engine that holds
+    the longest prefix of the prompt), least_load, consistent_hashing (by routing key; a new engine takes keys over)."""
+
+    sticky: Literal["off", "group", "sample"] = "off"
+    """What shares a routing key, and so an engine for as long as that lives: the samples of a prompt (they share its
+    KV), or the requests of a sample (turns of a conversation, attempts). Needs policy manual or consistent_hashing."""
+
+    assignment: Literal["min_load", "min_group", "random"] = "min_load"
+    """Where policy manual puts a new key: the engine with the fewest requests, with requests of the fewest keys, or
+    any."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port on loopback; None picks a free one. A given port that is taken is an error."""
 
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time until the router answers."""
+
+    health_interval_s: int = Field(default=5, ge=1)
+    """Pause between two looks at an engine's /ping, which answers while the engine is paused too."""
+
+    health_failures: int = Field(default=3, ge=1)
+    """Looks in vain in a row after which an engine gets no requests; it gets some again after one that succeeds."""
+
+    breaker_failures: int | None = Field(default=None, ge=1)
+    """Failed requests in a row that open an engine's circuit: it then gets nothing for a minute. None: no circuits.
+    They punish healthy engines: sglang-router counts 4xx, so that ten over-long prompts each shut the whole fleet; both
+    routers count the 503 of a full queue. Dead engines are taken out at once, and hung ones by their health."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Any other argument of the router, by its name with underscores (for example {max_concurrent_requests = 512});
+    checked against the router's own list."""
 
 
 class WeightsConfig(Section):

@@ -33,7 +33,9 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
         lines.append(f"  {f'rank {trainer.rank}':<12} {place:<16} {role}, model copy {copy} part {part}")
     lines.append(f"  {'host':<12} {'CPU':<16} owns engines, router and reward workers")
     port = "a free port" if config.router.port is None else f"port {config.router.port}"
-    lines.append(f"  {'router':<12} {'CPU':<16} {config.router.policy}, {config.run.host}, {port}")
+    lines.append(
+        f"  {'router':<12} {'CPU':<16} {config.router.package}, {config.router.policy}, {config.run.host}, {port}"
+    )
     for engine in layout.engines:
         place = "GPU " + ",".join(map(str, engine.gpus)) if engine.gpus else "CPU"
         shared = ", shares its GPU with the trainer" if engine.colocated else ""

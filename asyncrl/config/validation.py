@@ -15,6 +15,7 @@ from asyncrl.config.inputs import ModelFacts
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
+from asyncrl.config.router_args import router_problems
 
 _AGENT_GRACE_S = 30.0  # torchrun kills its ranks this long after it passed on a signal
 
@@ -29,6 +30,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_parallel_problems(config, facts),
         *_host_problems(config, machine),
         *server_arg_problems(config.engine.server_args),
+        *router_problems(config.router),
     ]
 
 

@@ -7,6 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
+
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+"""Request header by which a router of policy `manual` or `consistent_hashing` keeps requests together. It passes it on
+to the engine, which ignores it."""
+
+
+def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> str | None:
+    """Value of that header for a request of sample `sample_id` (`group.index`); None where none is to be sent.
+
+    A conversation is a sample: all its turns, and every attempt at one of them, carry the same key.
+    """
+    if sticky == "off":
+        return None
+    return sample_id.rpartition(".")[0] if sticky == "group" else sample_id
 
 
 class EngineState(StrEnum):

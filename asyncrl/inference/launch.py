@@ -1,6 +1,6 @@
 """Launch lines: config, model and placement become argv and environment. Pure functions.
 
-The flags and what they are for were measured with sglang 0.5.23 and sglang-router 0.3.2.
+The flags and what they are for were measured with sglang 0.5.23, sglang-router 0.3.2 and smg 1.13.0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _CPU_MAX_RUNNING_REQUESTS = 128
 _COLOCATED_MEMORY_FRACTION = 0.6
 """Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
 _DAY_S = 86400
+_ENGINE_KEEP_ALIVE_S = 600
 
 
 def engine_argv(
@@ -88,6 +89,9 @@ def engine_environment(
         # /health as a generation never answers while the engine is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # The router keeps idle connections for 90 s. An engine that closes them first (after 5 s by default) meets a
+        # request on the way: the router then answers 500.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(_ENGINE_KEEP_ALIVE_S),
         # The job's servers bind to loopback; so does the wire of its weights.
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -119,31 +123,47 @@ def bind_threads(cores: tuple[int, ...], ranks: int) -> str:
 
 
 def router_argv(config: RouterConfig, *, host: str, port: int, prometheus_port: int) -> tuple[str, ...]:
-    """argv of the router. It starts without workers; the controller adds them as they come to serve."""
+    """argv of the router; `config.args` were checked with the configuration and win over the defaults here.
+
+    It starts without workers; the controller adds them as they come to serve.
+    """
     arguments: dict[str, Any] = {
         "host": host,
         "port": port,
         "policy": config.policy,
+        "assignment_mode": config.assignment,
         "prometheus_host": host,
         # Its default is one fixed port for every router of the machine.
         "prometheus_port": prometheus_port,
-        # Answered while an engine is paused, unlike /health and /ready.
+        # Costs nothing and is answered while an engine is paused, unlike /health and /ready.
         "health_check_endpoint": "/ping",
-        "health_check_interval_secs": 5,
+        "health_check_interval_secs": config.health_interval_s,
         "health_check_timeout_secs": 5,
-        "health_failure_threshold": 3,
+        "health_failure_threshold": config.health_failures,
         "health_success_threshold": 1,
         # A retry is the client's own: it knows the request, its deadline and its attempts.
         "disable_retries": True,
-        # A client's 4xx or a busy engine's 429 and 503 would open the circuit of a healthy engine. The controller
-        # removes a dead one at once, and a hung one fails its health check.
-        "disable_circuit_breaker": True,
+        "disable_circuit_breaker": config.breaker_failures is None,
+        "cb_failure_threshold": config.breaker_failures,
+        "cb_success_threshold": 1,
+        # The client's deadline (rollout.request_timeout_s) ends a request, and the router passes that on.
         "request_timeout_secs": _DAY_S,
         "worker_startup_check_interval": 1,
         "shutdown_grace_period_secs": 1,
         "log_level": "warn",
     }
-    return (sys.executable, "-m", "asyncrl.inference.router_main", *_to_flags(arguments))
+    if config.package == "smg":
+        arguments |= {
+            # Engines get token ids; a tokenizer would only be looked for.
+            "disable_tokenizer_autoload": True,
+            # A paused engine makes no token either, and a full queue is what a batch looks like.
+            "worker_wedge_secs": _DAY_S,
+            "disable_worker_overload_protection": True,
+            # Ask engines for their load only where the policy needs it.
+            "disable_load_monitoring": True,
+        }
+    arguments |= config.args
+    return (sys.executable, "-m", "asyncrl.inference.router_main", config.package, *_to_flags(arguments))
 
 
 def _to_flags(arguments: Mapping[str, Any]) -> list[str]:

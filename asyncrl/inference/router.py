@@ -1,7 +1,7 @@
 """The router in front of the engines, as the controller sees it: one process and three calls.
 
 Invariants
-- `add` returns when the router lists the worker as healthy, `remove` when it lists it no more.
+- `add` returns when the router sends requests to the engine, `remove` when it sends it no more.
 - `probe` is a real generation through the router: being ready means having answered one.
 """
 
@@ -30,6 +30,12 @@ class Worker(msgspec.Struct, frozen=True):
     id: str
     url: str
     is_healthy: bool
+    status: str | None = None
+    """smg only: `draining` for the 5 s that it still lists a worker which gets no requests any more."""
+
+    @property
+    def leaving(self) -> bool:
+        return self.status == "draining"
 
 
 class _WorkerList(msgspec.Struct, frozen=True):
@@ -61,19 +67,23 @@ class RouterClient:
 
     async def add(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
         """Makes the engine at `url` a worker; returns when the router routes to it."""
-        status, raw = await self._call("POST", "/workers", {"url": url})
-        if status not in (200, 202):
-            raise EngineError(f"router: worker {url} refused: HTTP {status}: {raw[:300].decode(errors='replace')}")
         with waiting("worker registration", "router", timeout_s):
-            await self._poll_workers(lambda workers: any(w.url == url and w.is_healthy for w in workers))
+            # smg answers 409 while it lists an earlier worker of this url.
+            await self._poll_workers(lambda workers: not any(w.url == url and w.leaving for w in workers))
+            status, raw = await self._call("POST", "/workers", {"url": url})
+            if status not in (200, 202, 409):
+                raise EngineError(f"router: worker {url} refused: HTTP {status}: {raw[:300].decode(errors='replace')}")
+            await self._poll_workers(
+                lambda workers: any(w.url == url and w.is_healthy and not w.leaving for w in workers)
+            )
 
     async def remove(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
-        """Takes the engine at `url` out; requests that run in it go on. Returns when the router knows it no more."""
+        """Takes the engine at `url` out; requests that run in it go on."""
         for worker in await self.workers():
             if worker.url == url:
                 await self._call("DELETE", f"/workers/{worker.id}")
         with waiting("worker removal", "router", timeout_s):
-            await self._poll_workers(lambda workers: all(w.url != url for w in workers))
+            await self._poll_workers(lambda workers: all(w.url != url or w.leaving for w in workers))
 
     async def probe(self, version: str, timeout_s: float = WORKER_TIMEOUT_S) -> Generation:
         """A generation through the router; raises EngineError unless it is answered, by weights `version`."""

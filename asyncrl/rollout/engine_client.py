@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 import aiohttp
 import anyio
 import msgspec
 
+from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.observability.waits import WAITS, waiting
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy
@@ -30,6 +32,8 @@ _KEEPALIVE_S = (
     4.0  # below the 5 s after which uvicorn closes an idle connection, so that no request meets a closing one
 )
 _HEADERS = {"Content-Type": "application/json"}
+_ROUTER_ERROR = "X-SMG-Error-Code"
+_KNOWS_NO_ENGINE = "model_not_found"  # smg's word, with a 404, for what sglang-router answers 503
 
 
 class GenerationFailed(Exception):
@@ -59,13 +63,15 @@ class EngineClient:
         concurrency: int,
         timeout_s: float,
         policy: RetryPolicy,
+        sticky: Literal["off", "group", "sample"] = "off",
         on_failure: Callable[[RequestFailed], None] | None = None,
     ) -> None:
-        """`on_failure` hears of every failed attempt."""
+        """`sticky` says which requests ask for the same engine; `on_failure` hears of every failed attempt."""
         self._url = router_url.rstrip("/") + "/generate"
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._policy = policy
+        self._sticky = sticky
         self._on_failure = on_failure
         self._nonce = secrets.token_hex(4)
         self._random = random.Random()
@@ -97,13 +103,15 @@ class EngineClient:
     async def generate(self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> Generation:
         """One response to one prompt. Raises GenerationFailed when the policy gives up."""
         history = RetryHistory()
+        key = routing_key(self._sticky, sample_id)
+        headers = _HEADERS if key is None else {**_HEADERS, ROUTING_KEY_HEADER: key}
         attempt = 0
         self._in_flight += 1
         try:
             while True:
                 try:
                     generation = await self._attempt(
-                        f"{self._nonce}-{sample_id}.{attempt:04d}", input_ids, sampling_params
+                        f"{self._nonce}-{sample_id}.{attempt:04d}", input_ids, sampling_params, headers
                     )
                 except AttemptFailed as failure:
                     history, delay_s = self._policy.after(history, failure.kind, self._random.random())
@@ -120,11 +128,13 @@ class EngineClient:
         finally:
             self._in_flight -= 1
 
-    async def _attempt(self, rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> Generation:
+    async def _attempt(
+        self, rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, headers: Mapping[str, str]
+    ) -> Generation:
         request = encode_request(rid, input_ids, sampling_params)
         try:
             with waiting("response", rid, self._timeout_s):
-                async with self._session.post(self._url, data=request, headers=_HEADERS) as response:
+                async with self._session.post(self._url, data=request, headers=headers) as response:
                     body = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise AttemptFailed(FailureKind.UNREACHABLE, str(error)) from error
@@ -132,7 +142,8 @@ class EngineClient:
             raise AttemptFailed(FailureKind.TIMED_OUT, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise AttemptFailed(FailureKind.DISCONNECTED, f"{type(error).__name__}: {error}") from error
-        return decode_answer(response.status, body, self._vocab_size)
+        no_engine = response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
+        return decode_answer(503 if no_engine else response.status, body, self._vocab_size)
 
     def _report(self, sample_id: str, attempt: int, failure: AttemptFailed, *, retried: bool) -> None:
         self._failed_attempts[failure.kind] += 1

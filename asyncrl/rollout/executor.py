@@ -139,6 +139,7 @@ class RolloutExecutor:
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             policy=RetryPolicy(retries=rollout.request_retries, patience_s=rollout.request_timeout_s),
+            sticky=config.router.sticky,
             on_failure=self._events.emit,
         )
         self._to_close.push_async_callback(client.aclose)

@@ -128,7 +128,7 @@ def test_the_router_judges_engines_by_the_endpoint_that_answers_while_paused() -
 
 def test_the_installed_router_knows_every_flag() -> None:
     argv = router_argv(RouterConfig(policy="manual"), host="127.0.0.1", port=1, prometheus_port=2)
-    parsed = parse(argv[3:])
+    parsed = parse(argv[3], argv[4:])
     assert (parsed.port, parsed.prometheus_port, parsed.policy) == (1, 2, "manual")
     assert parsed.disable_retries
     assert parsed.health_check_endpoint == "/ping"
