@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -49,8 +50,16 @@ class TransferGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._timeout_s = timeout_s
         self._group: Any = None  # a c10d Backend; its stub does not know `broadcast`
+        # A store that opens its own socket listens on every interface, whatever host it is given.
+        listener = socket.create_server((host, 0))
         self._store: TCPStore | None = TCPStore(
-            host, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         self.port = self._store.port
 
