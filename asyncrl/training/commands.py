@@ -42,7 +42,7 @@ class Trainer(Protocol):
 
     def export_hf(self, directory: Path) -> None: ...
 
-    def offload(self) -> None: ...
+    def offload(self, *, keep_weights: bool) -> None: ...
 
     def onload(self) -> None: ...
 
@@ -52,6 +52,9 @@ TrainerFactory = Callable[[Config, RankLayout], Trainer]
 
 class Init(msgspec.Struct, frozen=True, tag=True):
     """Build the trainer; answers with its tensor specs."""
+
+    run_dir: str
+    """The directory that rank 0 took, which need not be the one that was asked for."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -84,6 +87,8 @@ class ExportHf(msgspec.Struct, frozen=True, tag=True):
 
 class Offload(msgspec.Struct, frozen=True, tag=True):
     """Move the trainer's tensors out of GPU memory."""
+
+    keep_weights: bool
 
 
 class Onload(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +140,8 @@ class RankState:
     def execute(self, command: Command, batch: RolloutBatch | None = None, sink: Sink | None = None) -> Result:
         """Carries out one command; whatever the trainer raises is raised."""
         if isinstance(command, Init):
-            self._trainer = self._make_trainer(self._config, self.layout)
+            run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
+            self._trainer = self._make_trainer(self._config.model_copy(update={"run": run}), self.layout)
             self._trainer.init()
             return self._trainer.tensor_specs()
         assert self._trainer is not None, "the first command is Init"
@@ -156,8 +162,8 @@ class RankState:
                 return _export(trainer, sink)
             case ExportHf(directory=directory):
                 trainer.export_hf(Path(directory))
-            case Offload():
-                trainer.offload()
+            case Offload(keep_weights=keep_weights):
+                trainer.offload(keep_weights=keep_weights)
             case Onload():
                 trainer.onload()
             case ClearMemory():

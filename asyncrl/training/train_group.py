@@ -7,15 +7,15 @@ Invariants
 - Commands run one after another on all ranks in the same order, whoever cancels or gives up meanwhile.
 - The first failure of any rank ends the waiting call within seconds, with a TrainerError that names the rank; from
   then on every call raises it at once. A failure while nobody waits ends the task group.
-- A rank that died is blamed before the ranks whose collectives broke because of it.
+- A rank that died is blamed before the ranks whose collectives broke because of it; where nobody died, what rank 0
+  itself has to say comes first: it knows where things were written.
 - A weight transfer that fails is no failure of a rank: the export was walked to its end everywhere.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -48,7 +48,6 @@ T = TypeVar("T")
 BLAME_GRACE_S = 0.5
 """How long a failure waits for news of a rank that died and caused it."""
 STACK_TIMEOUT_S = 2.0
-EXPORT_TIMEOUT_S = 1800.0
 SHUTDOWN_TIMEOUT_S = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -117,7 +116,7 @@ class TrainGroup:
             what="joining the process groups",
             timeout_s=timeout_s,
         )
-        specs = await self._run(commands.Init(), "building the trainer", timeout_s)
+        specs = await self._run(commands.Init(str(self._config.run.dir)), "building the trainer", timeout_s)
         self._specs = cast(tuple[TensorSpec, ...], specs)
         self._events.emit(
             TrainerReady(
@@ -175,10 +174,12 @@ class TrainGroup:
         await self.export_hf(directory)
         return directory
 
-    async def offload(self) -> None:
-        await self._run(commands.Offload(), "offloading the trainer")
+    async def offload(self, *, keep_weights: bool = False) -> None:
+        """Frees the GPUs of the trainer, except for the weights where they are still to be published or exported."""
+        await self._run(commands.Offload(keep_weights), "offloading the trainer")
 
     async def onload(self) -> None:
+        """Undoes `offload`, before the next training step or export."""
         await self._run(commands.Onload(), "loading the trainer back")
 
     async def clear_memory(self) -> None:
@@ -190,24 +191,26 @@ class TrainGroup:
         )
 
     async def dispose(self) -> None:
-        """Ends the other ranks and the trainer thread; never hangs, never raises. Idempotent."""
+        """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""
         if self._disposed:
             return
         self._disposed = True
         with anyio.CancelScope(shield=True):
+            if self._transport is not None:
+                await _tried("closing the weight transport", self._transport.aclose, SHUTDOWN_TIMEOUT_S)
             if self._channel is not None and self._failure is None and not self._link.failures:
                 self._link.expect_leave()
-                with suppress(AsyncRLError, TimeoutError), anyio.move_on_after(SHUTDOWN_TIMEOUT_S):
-                    if self._transport is not None:
-                        await self._transport.aclose()
-                    await self._run(commands.Shutdown(), "shutting down", SHUTDOWN_TIMEOUT_S)
-                    await self._thread.call(
-                        dist.destroy_process_group, what="leaving the process groups", timeout_s=SHUTDOWN_TIMEOUT_S
-                    )
-            await self._link.end(timeout_s=1.0)
+                await _tried("the end of the trainer ranks", self._leave, SHUTDOWN_TIMEOUT_S)
+            await _tried("telling the trainer ranks", lambda: self._link.end(timeout_s=1.0), 2.0)
         self._thread.close()
         for scope in self._serving:
             scope.cancel()
+
+    async def _leave(self) -> None:
+        await self._run(commands.Shutdown(), "shutting down", SHUTDOWN_TIMEOUT_S)
+        await self._thread.call(
+            dist.destroy_process_group, what="leaving the process groups", timeout_s=SHUTDOWN_TIMEOUT_S
+        )
 
     # the weight plane's view (asyncrl.weights.transfer.WeightSource)
 
@@ -287,16 +290,16 @@ class TrainGroup:
         return all(done >= seq for done in self._link.done.values())
 
     async def _fail(self, job: Job[Any], what: str) -> AsyncRLError:
-        """The failure to report, once there was time to hear of a rank that died."""
+        """The failure to report, once there was time to hear of a rank that died, or of rank 0's own view."""
         with anyio.move_on_after(BLAME_GRACE_S if self._environment.world_size > 1 else 0):
             while not any(f.died for f in self._link.failures):
                 await self._changed.wait()
         failures = list(self._link.failures)
         if job.done and job.exception is not None:
             local = job.exception
+            if isinstance(local, AsyncRLError) and not any(f.died for f in failures):
+                return self._break(RankFailure(0, type(local).__name__, str(local)), what, local)
             if not failures:
-                if isinstance(local, AsyncRLError):
-                    return self._break(RankFailure(0, type(local).__name__, str(local)), what, local)
                 failures.append(describe(0, local))
         elif not job.done:
             job.abandon()
@@ -368,6 +371,15 @@ class TrainGroup:
         if address is not None:
             announce_link(store, address)
         self._channel = join_process_groups(self._environment, store, self._config.train.step_timeout_s)
+
+
+async def _tried(what: str, step: Callable[[], Awaitable[object]], timeout_s: float) -> None:
+    """One step of a disposal: whatever becomes of it, the next one follows."""
+    try:
+        with waiting(what, "trainer", timeout_s):
+            await step()
+    except Exception as error:
+        _log.warning("the trainer did not end in order", step=what, error=f"{type(error).__name__}: {error}")
 
 
 def _error_of(failure: RankFailure, what: str) -> AsyncRLError:

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.training.train_group import TrainGroup
-from tests.training.worlds import SPECS, Fault, die, hang, make_batch, raise_value_error, run_world
+from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
 
 Call = Callable[[TrainGroup], Awaitable[Any]]
 
@@ -167,6 +167,62 @@ def test_an_error_of_our_own_keeps_its_class_across_ranks() -> None:
         return str(caught.value)
 
     assert run_world(scenario, faults={(1, "train"): not_finite}).value == "trainer rank 1: loss is nan at step 3"
+
+
+def test_what_rank_zero_says_of_a_failure_that_all_ranks_see_is_what_is_told() -> None:
+    def at_once() -> None:
+        raise NonFiniteError("the batch is saved where rank 1 thinks")
+
+    def a_little_later() -> None:
+        time.sleep(0.2)
+        raise NonFiniteError("the batch is saved in runs/really")
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        with pytest.raises(NonFiniteError) as caught:
+            await group.train(0, make_batch())
+        return str(caught.value)
+
+    faults = {(1, "train"): at_once, (0, "train"): a_little_later}
+    assert run_world(scenario, faults=faults).value == "the batch is saved in runs/really"
+
+
+def test_every_rank_knows_the_run_directory_that_rank_zero_took(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        run = group._config.run.model_copy(update={"dir": tmp_path / "taken-2"})
+        group._config = group._config.model_copy(update={"run": run})
+        await group.init()
+        await group.export_hf(tmp_path / "out")
+
+    def note_directory(trainer: ScriptedTrainer) -> None:
+        (tmp_path / f"rank-{trainer.layout.rank}").write_text(str(trainer.config.run.dir))
+
+    run_world(scenario, on_init=note_directory)
+    assert {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "taken-2")}
+
+
+class Unclosable:
+    """A transport whose end fails."""
+
+    async def aclose(self) -> None:
+        raise OSError("the directory is gone")
+
+
+def test_no_step_of_the_end_keeps_another_from_its_turn() -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        group._transport = Unclosable()  # type: ignore[assignment]
+
+        def cannot_leave() -> None:
+            raise RuntimeError("NCCL is in a bad mood")
+
+        torch.distributed.destroy_process_group = cannot_leave
+        await group.dispose()
+        return [scope.cancel_called for scope in group._serving], group._link._ending
+
+    world = run_world(scenario)
+    assert world.value == ([True, True], True)
+    assert world.exit_codes == (0, 0)
 
 
 def test_a_failing_sink_is_no_failure_of_a_rank_and_the_export_is_walked_to_its_end() -> None:

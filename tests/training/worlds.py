@@ -65,6 +65,7 @@ class ScriptedTrainer:
     layout: RankLayout
     faults: Faults = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    on_init: Callable[[ScriptedTrainer], object] = id
 
     def _together(self, method: str, value: float = 1.0) -> float:
         self.calls.append(method)
@@ -77,6 +78,7 @@ class ScriptedTrainer:
         return float(total)
 
     def init(self) -> None:
+        self.on_init(self)
         self._together("init")
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
@@ -105,7 +107,7 @@ class ScriptedTrainer:
         if self.layout.rank == 0:
             directory.mkdir(parents=True)
 
-    def offload(self) -> None:
+    def offload(self, *, keep_weights: bool) -> None:
         self._together("offload")
 
     def onload(self) -> None:
@@ -148,6 +150,7 @@ def run_world(
     world_size: int = 2,
     faults: Faults | None = None,
     config: Mapping[str, Any] | None = None,
+    on_init: Callable[[ScriptedTrainer], object] = id,
     timeout_s: float = 20.0,
     linger_s: float = 8.0,
 ) -> World:
@@ -159,7 +162,7 @@ def run_world(
     began = time.monotonic()
     server = fork_server()
     parsed = Config.model_validate(config or {})
-    make_trainer = partial(ScriptedTrainer, faults=faults or {})
+    make_trainer = partial(ScriptedTrainer, faults=faults or {}, on_init=on_init)
     work = cloudpickle.dumps((parsed, make_trainer, scenario))
     reader, writer = server.Pipe(duplex=False)
     port = _free_port()

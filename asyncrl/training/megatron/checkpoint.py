@@ -162,8 +162,8 @@ class WeightExchange:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) on every rank, in the order of `specs`.
 
-        A tensor may be the live parameter: use or copy it before the next one is asked for. All ranks must run the
-        iterator to its end, since each step gathers.
+        A tensor is the live parameter or freshly gathered: it holds until the next training step or offload, whatever
+        is asked for meanwhile. All ranks must run the iterator to its end, since each step gathers.
         """
         for name, parameter in self._parameters.items():
             entry = self._entries[name]

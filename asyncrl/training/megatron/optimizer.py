@@ -30,6 +30,7 @@ class Optimizer:
         self, model: PolicyModel, config: TransformerConfig, train: TrainConfig, *, data_parallel: int
     ) -> None:
         self._sharded = data_parallel > 1
+        self._device = next(model.parameters()).device
         bf16 = config.params_dtype == torch.bfloat16
         wrapped = Float16Module(config, model) if bf16 else model
         self.ddp = DistributedDataParallel(
@@ -84,11 +85,17 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group.pop("step", None)  # Transformer Engine's Adam counts per group
 
-    def offload(self) -> None:
-        """Moves weights and Adam state to host memory and drops the gradient buffers."""
+    def offload(self, *, keep_weights: bool) -> None:
+        """Drops the gradient buffers and moves Adam state to host memory, and the weights too unless they are kept.
+
+        The storage of sharded weights is empty afterwards, so nothing can be exported before `onload`.
+        """
         for buffer in self.ddp.buffers:
-            buffer.offload_to_cpu(move_params=True, move_grads=True)
-        self._move(torch.device("cpu"))
+            buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
+        host = torch.device("cpu")
+        self._move_state(host)
+        if not keep_weights:
+            self._move_weights(host)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
@@ -96,14 +103,17 @@ class Optimizer:
         """Undoes `offload`."""
         for buffer in self.ddp.buffers:
             buffer.reload_from_cpu(move_params=True, move_grads=True)
-        self._move(torch.device("cuda", torch.cuda.current_device()))
+        self._move_state(self._device)
+        self._move_weights(self._device)
         torch.cuda.synchronize()
 
-    def _move(self, device: torch.device) -> None:
-        """Moves what lies outside Megatron's buffers; the weights of sharded ranks are views of those."""
+    def _move_weights(self, device: torch.device) -> None:
+        """Moves weights that lie outside Megatron's buffers; those of sharded ranks are views of them."""
         if not self._sharded:
             for parameter in self.ddp.parameters():
                 parameter.data = parameter.data.to(device)
+
+    def _move_state(self, device: torch.device) -> None:
         for optimizer in self._adams():
             for state in optimizer.state.values():
                 # moments only: torch's step count, a scalar, stays on the host

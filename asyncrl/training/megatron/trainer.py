@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.errors import NonFiniteError
 from asyncrl.training import losses
 from asyncrl.training.advantages import group_advantages, groups_without_signal
 from asyncrl.training.architecture import check_tensor_parallel, read_architecture
@@ -54,9 +55,6 @@ class MegatronTrainer:
         Raises:
             ConfigError, ModelError: the model cannot be trained so.
         """
-        train = config.train
-        if train.lr_decay != "constant" and train.num_steps is None:
-            raise ConfigError(f'train.lr_decay = "{train.lr_decay}" needs train.num_steps: the length of the decay')
         self._config = config
         self._layout = layout
         self._failure_dir = failure_dir or config.run.dir / "failures"
@@ -167,10 +165,13 @@ class MegatronTrainer:
         """
         self._weights.export_directory(self._config.model.path, directory, dtype=dtype or self._source_dtype)
 
-    def offload(self) -> None:
-        """Frees the GPU: weights and Adam state go to host memory, gradients are dropped. Nothing to do on CPU."""
+    def offload(self, *, keep_weights: bool) -> None:
+        """Frees the GPU: Adam state goes to host memory, gradients are dropped. Nothing to do on CPU.
+
+        The weights go too, unless they are kept, which an export needs.
+        """
         if self._device.type == "cuda":
-            self._optimizer.offload()
+            self._optimizer.offload(keep_weights=keep_weights)
 
     def onload(self) -> None:
         """Undoes `offload`."""
@@ -259,6 +260,7 @@ class MegatronTrainer:
                 save_batch(batch, self._failure_dir, facts)
             except (OSError, SafetensorError) as error:  # a full disk must not hide why the run stops
                 saved = f"the batch could not be saved in {path} ({error})"
+        dist.barrier()  # the first rank to speak of it ends the job, so it waits for the batch
         raise NonFiniteError(
             f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; {saved}. "
             f'Lower train.lr or train.grad_clip, or set train.on_nonfinite = "skip" to go on without such steps'

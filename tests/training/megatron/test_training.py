@@ -280,6 +280,33 @@ def test_a_reset_optimizer_steps_as_if_it_were_new(model_directory: Any) -> None
     assert not torch.allclose(carried[norms].abs(), torch.tensor(1e-3), rtol=0.01)
 
 
+def export_between_offloads(layout: RankLayout, path: Path, dtype: str) -> tuple[list[int], bool, float, float]:
+    """Megatron's own buffers, on a CPU that plays the device."""
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self: self.clone()  # type: ignore[assignment, method-assign]
+    trainer = MegatronTrainer(Config.model_validate({"model": {"path": path, "dtype": dtype}, "train": TRAIN}), layout)
+    trainer.init()
+    trainer.train_sft(batch_of(0), lr=2e-3)
+    weights, optimizer = weights_of(trainer), trainer._optimizer
+    optimizer.offload(keep_weights=True)
+    held = [tensor.untyped_storage().size() for _, tensor in trainer.export_tensors()]
+    same = all(torch.equal(weights[name], tensor) for name, tensor in trainer.export_tensors())
+    optimizer.offload(keep_weights=False)
+    gone = max(b.param_data.untyped_storage().size() for b in optimizer.ddp.buffers)
+    optimizer.onload()
+    return held, same, gone, trainer.train_sft(batch_of(1), lr=2e-3)["train/loss"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_stay_exportable_until_they_are_offloaded_too(model_directory: Any, dtype: str) -> None:
+    path = model_directory("qwen3")
+    for held, same, gone, loss in run_ranks(export_between_offloads, path, dtype, world_size=2):
+        assert min(held) > 0 and same, "published from freed memory"
+        assert gone == 0
+        [(metrics, _)] = run_ranks(train_sft, path)
+        assert loss == pytest.approx(metrics[1]["train/loss"], rel=1e-4 if dtype == "float32" else 0.02)
+
+
 def train_in_bfloat16(layout: RankLayout, path: Path, dtype: str) -> tuple[list[float], set[str]]:
     config = Config.model_validate(
         {"model": {"path": path, "dtype": dtype}, "train": {**TRAIN, "tensor_parallel": layout.tensor_parallel}}
