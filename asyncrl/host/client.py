@@ -4,8 +4,8 @@ Invariants
 - Requests are handed over whole and in order by one writer; cancelling a caller never tears a message. The answer
   to an abandoned request is dropped; an abandoned `spawn` is followed by a kill, so it leaves no process without owner.
 - The exit of every process is remembered until its name is used again: any number may wait, also afterwards.
-- When the host dies, every call raises EngineError, and what it left behind is ended (`proc.end_marked`, the net
-  under the guardians).
+- When the host dies or does not answer in time, a call raises EngineError; what a dead one left behind is ended
+  (`proc.end_marked`, the net under the guardians).
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
+
+
+class _NoAnswerError(EngineError):
+    """The host lives and does not answer."""
 
 
 @dataclass(slots=True)
@@ -174,10 +178,10 @@ class EngineHost:
         process = self._processes[spec.name] = _Process(spec)
         try:
             await self._ask(message, "spawn", spec.name, ANSWER_TIMEOUT_S, process)
-        except EngineError:
-            raise
-        except BaseException:  # cancelled or timed out: whatever comes of it would have no owner
-            self._post({"op": "kill", "name": spec.name})
+        except BaseException as error:
+            if isinstance(error, _NoAnswerError) or not isinstance(error, EngineError):
+                # cancelled or given up: whatever comes of it would have no owner
+                self._post({"op": "kill", "name": spec.name})
             raise
         self._events.emit(ProcessSpawned(name=spec.name, pid=process.pid, log_path=spec.log_path, cpus=spec.cpus))
         return process.pid
@@ -274,10 +278,12 @@ class EngineHost:
         try:
             with waiting(what, subject, timeout_s):
                 await request.answered.wait()
-        except TimeoutError:
+        except TimeoutError as error:
             self._drain()  # this loop may have been blocked with the answer at its door
             if not request.answered.is_set():
-                raise
+                raise _NoAnswerError(
+                    f"engine host: {error}; it is stopped, or the machine is out of memory or CPU (log {self._log})"
+                ) from error
         if request.answer is None:
             raise self._death()
         if request.answer["error"] is not None:
