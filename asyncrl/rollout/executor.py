@@ -198,10 +198,17 @@ class RolloutExecutor:
             return skipped_report(rollout_id, "there are no held-out prompts (eval.data)")
         began = time.monotonic()
         groups: list[SampleGroup] = []
+        errors: list[AsyncRLError] = []
 
         async def one(index: int) -> None:
             group_id = f"e{rollout_id:07d}.{index:07d}"
-            groups.append(await generator.run(group_id, prompts[index], self._eval_sampling, config.samples_per_prompt))
+            try:
+                group = await generator.run(group_id, prompts[index], self._eval_sampling, config.samples_per_prompt)
+            except AsyncRLError as error:
+                errors.append(error)
+                evaluation.cancel_scope.cancel()
+            else:
+                groups.append(group)
 
         try:
             with waiting("evaluation", f"{len(prompts)} prompts at rollout {rollout_id}", config.timeout_s):
@@ -209,8 +216,10 @@ class RolloutExecutor:
                     for index in range(len(prompts)):
                         evaluation.start_soon(one, index)
         except TimeoutError as error:
-            done = f"{error}; {len(groups)} prompts were done"
-            report = skipped_report(rollout_id, done, num_prompts=len(prompts), seconds=time.monotonic() - began)
+            errors.append(RolloutError(str(error)))
+        if errors:
+            reason = f"{errors[0]}; {len(groups)} prompts were done"
+            report = skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
         else:
             samples = [sample for group in groups for sample in group.samples]
             report = report_samples(
@@ -220,9 +229,16 @@ class RolloutExecutor:
                 threshold=config.threshold,
                 seconds=time.monotonic() - began,
             )
+        return self._told(report)
+
+    def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
+        """The point that an evaluation leaves which could not begin."""
+        return self._told(skipped_report(rollout_id, reason))
+
+    def _told(self, report: EvalReport) -> EvalReport:
         self._events.emit(
             Evaluated(
-                rollout_id=rollout_id,
+                rollout_id=report.rollout_id,
                 accuracy=report.accuracy,
                 num_samples=report.num_samples,
                 seconds=report.seconds,
@@ -249,8 +265,10 @@ class RolloutExecutor:
         )
 
     async def dispose(self) -> None:
-        """Ends what is being gathered, the reward workers and the connections. Idempotent."""
+        """Ends what is being gathered or waits to be committed, the reward workers and the connections. Idempotent."""
         self._disposed = True
+        for dropped in self._ledger.drop_delivered("the job ended before they were trained"):
+            self._events.emit(dropped)
         for scope in self._gathering.values():
             scope.cancel()
         await self._to_close.aclose()

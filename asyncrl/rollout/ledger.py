@@ -118,6 +118,15 @@ class Ledger:
         self._end(group_id, GroupState.DROPPED)
         return GroupDropped(group_id=group_id, reason=reason)
 
+    def drop_delivered(self, reason: str) -> tuple[GroupDropped, ...]:
+        """Ends all groups that were delivered and not committed: nobody will train them in this attempt."""
+        group_ids = [group_id for batch in self._delivered.values() for group_id in batch]
+        self._delivered.clear()
+        self.drop_reasons[reason] += len(group_ids)
+        for group_id in group_ids:
+            self._end(group_id, GroupState.DROPPED)
+        return tuple(GroupDropped(group_id=group_id, reason=reason) for group_id in group_ids)
+
     def _require(self, group_id: str, *allowed: GroupState) -> None:
         state = self._live.get(group_id)
         if state not in allowed:

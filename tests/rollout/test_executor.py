@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, DataError, RewardError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.collection import Collection, FirstBatchCheck
+from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.scripted_engine import Action, scripted_engine
@@ -253,6 +254,21 @@ async def test_disposing_ends_a_get_with_a_reason(start_executor: StartExecutor)
             await executor.get(1)
 
 
+async def test_what_was_delivered_and_never_trained_is_dropped_with_a_reason(
+    start_executor: StartExecutor, events: EventLog
+) -> None:
+    async with scripted_engine() as engine:
+        async with start_executor(engine) as executor:
+            await executor.get(0)
+            await executor.commit(0)
+            batch = await executor.get(1)
+        groups = executor.statistics().groups
+    assert (groups[GroupState.DELIVERED], groups[GroupState.TRAINED], groups[GroupState.DROPPED]) == (0, 3, 3)
+    dropped = [line for line in events.recent if line["kind"] == "group_dropped"]
+    assert tuple(line["group_id"] for line in dropped) == batch.group_ids
+    assert {line["reason"] for line in dropped} == {"the job ended before they were trained"}
+
+
 async def test_get_and_commit_out_of_order_are_refused(start_executor: StartExecutor) -> None:
     async with scripted_engine() as engine, start_executor(engine) as executor:
         with pytest.raises(RolloutError, match="never delivered"):
@@ -305,6 +321,20 @@ async def test_failed_samples_of_an_evaluation_are_counted_and_too_many_skip_the
     assert [line["skipped"] is None for line in events.recent if line["kind"] == "evaluated"] == [False, True]
     async with scripted_engine() as engine, start_executor(engine) as executor:
         assert "there are no held-out prompts" in str((await executor.eval(0)).skipped)
+
+
+async def test_an_error_in_an_evaluation_is_a_skipped_point(
+    start_executor: StartExecutor, prompts: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ended(*args: Any, **how: Any) -> None:
+        raise RewardError("reward.function: its workers ended")
+
+    async with scripted_engine() as engine, start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor:
+        monkeypatch.setattr(GroupGenerator, "run", ended)
+        report = await executor.eval(1)
+        assert report.accuracy is None and "its workers ended; 0 prompts were done" in str(report.skipped)
+        assert executor.report_eval_skip(2, "no engine").skipped == "no engine"
+    assert [line["skipped"] for line in events.recent if line["kind"] == "evaluated"][1] == "no engine"
 
 
 # what is refused at the start

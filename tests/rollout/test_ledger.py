@@ -59,6 +59,13 @@ class LedgerModel(RuleBasedStateMachine):
         assert self.ledger.commit(rollout).group_ids == groups
         self.ended += groups
 
+    @rule()
+    def end_the_job(self) -> None:
+        groups = [group for batch in self.delivered.values() for group in batch]
+        assert [event.group_id for event in self.ledger.drop_delivered("the end")] == groups
+        self.delivered.clear()
+        self.ended += groups
+
     @invariant()
     def every_group_is_in_one_place(self) -> None:
         counts = self.ledger.counts()
