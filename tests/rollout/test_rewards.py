@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from asyncrl.config.rollout import RewardConfig
 from asyncrl.data.sample import Prompt, Sample, VersionSpan
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.host import EngineHost
+from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.rewards.registry import Runs, resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 
@@ -273,6 +276,26 @@ async def test_a_call_that_no_signal_reaches_is_ended_too(tmp_path: Path, host: 
     with anyio.fail_after(30):
         async with scorer_of(function, tmp_path, host=host, timeout_s=0.3) as scorer:
             assert "longer than 0.3 s" in str((await scorer.score(*sample_of())).failure)
+
+
+async def test_no_path_is_too_long_for_the_workers(
+    tmp_path: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    async with scorer_of("good", long, host=host) as scorer:
+        assert (await scorer.score(*sample_of())).reward == 1.0
+
+
+async def test_waiting_in_the_queue_is_no_wait_to_complain_of(tmp_path: Path, host: EngineHost) -> None:
+    async with scorer_of("endless", tmp_path, host=host) as scorer, anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(scorer.score, *sample_of())
+        await anyio.wait_all_tasks_blocked()
+        queued = [wait for wait in WAITS.snapshot() if wait.what == "reward" and MODULE in wait.subject]
+        assert [wait.deadline_s for wait in queued] == [math.inf, math.inf]
+        tasks.cancel_scope.cancel()
 
 
 async def test_closing_the_pool_ends_its_processes_and_answers_who_waits(tmp_path: Path, host: EngineHost) -> None:

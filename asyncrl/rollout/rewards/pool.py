@@ -10,6 +10,11 @@ Invariants
 
 from __future__ import annotations
 
+import math
+import os
+import secrets
+import socket
+import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +25,7 @@ from typing import Protocol
 import anyio
 import msgspec
 import structlog
-from anyio.abc import SocketListener, SocketStream, TaskGroup, TaskStatus
+from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, TaskStatus
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.data.sample import Prompt, Sample
@@ -87,7 +92,8 @@ class WorkerPool:
         request = _Request(sample, prompt)
         self._send.send_nowait(request)
         try:
-            with WAITS.register("reward", f"{self._function.name} for {sample.sample_id}", self._timeout_s):
+            # Without a deadline: the queue is part of it, and the worker's own call has the time limit.
+            with WAITS.register("reward", f"{self._function.name} for {sample.sample_id}", math.inf):
                 await request.done.wait()
         finally:
             request.abandoned = True
@@ -106,13 +112,12 @@ class WorkerPool:
     async def _run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         assert self._ended is not None
         try:
-            async with anyio.TemporaryDirectory(prefix="asyncrl-reward-") as directory:
-                with self._scope:
-                    async with anyio.create_task_group() as workers:
-                        async with anyio.create_task_group() as starting:
-                            for index in range(self._size):
-                                starting.start_soon(workers.start, self._serve, index, Path(directory))
-                        task_status.started()
+            with self._scope:
+                async with anyio.create_task_group() as workers:
+                    async with anyio.create_task_group() as starting:
+                        for index in range(self._size):
+                            starting.start_soon(workers.start, self._serve, index)
+                    task_status.started()
         except BaseExceptionGroup as group:
             raise _expected_error(group) from None
         finally:
@@ -122,16 +127,14 @@ class WorkerPool:
                     self._receive.receive_nowait().done.set()
             self._ended.set()
 
-    async def _serve(
-        self, index: int, directory: Path, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def _serve(self, index: int, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """One worker after the other, until the pool is closed."""
         generation = 0
         failed_starts = 0
         while True:
             name = f"reward-worker-{index}.{generation}"
             try:
-                async with self._worker(name, directory) as connection:
+                async with self._worker(name) as connection:
                     if generation == 0:
                         task_status.started()
                     failed_starts = 0
@@ -177,16 +180,17 @@ class WorkerPool:
         return Score(outcome.reward, outcome.failure), True
 
     @asynccontextmanager
-    async def _worker(self, name: str, directory: Path) -> AsyncIterator[_Connection]:
+    async def _worker(self, name: str) -> AsyncIterator[_Connection]:
         """A connected process that has imported the function, killed on the way out. Raises RewardError."""
-        path = directory / name
+        socket_name = f"asyncrl-{name}-{secrets.token_hex(16)}"
         spec = ProcessSpec(
             name=name,
-            argv=(sys.executable, "-m", "asyncrl.rollout.rewards.worker", str(path)),
+            argv=(sys.executable, "-m", "asyncrl.rollout.rewards.worker", socket_name),
             env={"OMP_NUM_THREADS": "1"},
             log_path=str(self._log_dir / f"{name.partition('.')[0]}.log"),
         )
-        async with await anyio.create_unix_listener(path) as listener:
+        # Abstract: a path would have to fit in 107 characters, which a run directory or TMPDIR need not do.
+        async with await anyio.create_unix_listener(f"\0{socket_name}") as listener:
             await self._host.spawn(spec)
             try:
                 try:
@@ -214,7 +218,12 @@ class WorkerPool:
 
         async with anyio.create_task_group() as race:
             race.start_soon(watch)
-            accepted.append(await listener.accept())
+            while not accepted:
+                stream = await listener.accept()
+                if _is_ours(stream):
+                    accepted.append(stream)
+                else:
+                    await stream.aclose()
             race.cancel_scope.cancel()
         if not accepted:
             raise RewardError(
@@ -260,6 +269,13 @@ class _Connection:
             return await self._buffer.receive_exactly(HEADER.unpack(header)[0])
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.EndOfStream) as error:
             raise WorkerDied from error
+
+
+def _is_ours(stream: SocketStream) -> bool:
+    """An abstract socket has no permissions of its own: who connects is asked of the kernel."""
+    connection = stream.extra(SocketAttribute.raw_socket)
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.getuid())
 
 
 def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,7 +1,8 @@
 """A reward worker: `python -m asyncrl.rollout.rewards.worker SOCKET`, one sample at a time, in the main thread.
 
-The main thread matters: time limits by SIGALRM (math-verify, sympy helpers) work nowhere else. There is no event loop
-and no torch here. The process ends when the socket does; when a call hangs, the driver kills it.
+SOCKET is the name of an abstract Unix socket. The main thread matters: time limits by SIGALRM (math-verify, sympy
+helpers) work nowhere else. There is no event loop and no torch here. The process ends when the socket does; when a call
+hangs, the driver kills it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
 from asyncrl.rollout.rewards.result import describe_exception, judge_result
 
 
-def main(socket_path: str) -> None:
+def main(socket_name: str) -> None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(socket_path)
+    connection.connect(f"\0{socket_name}")
     setup_body = _receive(connection)
     if setup_body is None:
         return
