@@ -24,6 +24,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
     """Everything that is wrong with a config of valid fields, on this machine and with this model where it is known."""
     return [
         *_sampling_problems(config),
+        *_schedule_problems(config),
         *_batch_problems(config, machine),
         *_length_problems(config, facts),
         *_data_problems(config),
@@ -64,6 +65,15 @@ def _sampling_problems(config: Config) -> Iterator[Problem]:
     if rollout.ignore_eos and rollout.stop:
         yield Problem(
             "rollout.ignore_eos", "the engine then ignores stop strings too; take out rollout.stop or ignore_eos"
+        )
+
+
+def _schedule_problems(config: Config) -> Iterator[Problem]:
+    if config.train.lr_decay != "constant" and config.train.num_steps is None:
+        yield Problem(
+            "train.lr_decay",
+            f"{config.train.lr_decay} needs to know the length of the run before it begins; set train.num_steps, or "
+            "use constant",
         )
 
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from asyncrl.config.loading import parse_command_line, resolve
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError
 from asyncrl.config.schema import fields
+from tests.config.conftest import Load
 
 # The system can carry any character in an argument but this one.
 TEXT = st.text(st.characters(exclude_characters="\0"), max_size=8)
@@ -49,6 +51,16 @@ def answer(argv: list[str], machine: Machine) -> None:
 @given(st.lists(TOKENS, max_size=8), MACHINES)
 def test_any_command_line_is_answered(argv: list[str], machine: Machine) -> None:
     answer(argv, machine)
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [("run", "dir"), ("model", "path"), ("data", "source"), ("rollout", "stop"), ("reward", "args")],
+)
+def test_a_nul_character_is_refused_by_the_key_that_holds_it(load: Load, table: str, key: str) -> None:
+    value = {"stop": '["a\\u0000b"]', "args": '{name = "a\\u0000b"}'}.get(key, '"a\\u0000b"')
+    with pytest.raises(InvalidConfigError, match=rf"{table}\.{key}.*not allowed"):
+        load(toml=f"[{table}]\n{key} = {value}\n")
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,6 +21,7 @@ from asyncrl.config.machine import Machine
         (["--rollout.ignore-eos", "--rollout.stop", "x"], "rollout.ignore_eos", "ignores stop strings too"),
         (["--train.minibatches", "3"], "rollout.prompts_per_step", "8 prompts cannot be split evenly among 3"),
         (["--train.minibatches", "16"], "rollout.prompts_per_step", "use 16"),
+        (["--train.num-steps", "none", "--train.lr-decay", "cosine"], "train.lr_decay", "the length of the run"),
         (["--train.num-steps", "none", "--data.size", "3"], "data.size", "do not fill one batch of 8"),
         (["--model.context-length", "1024"], "model.context_length", "over the model's own limit of 512"),
         (["--rollout.max-new-tokens", "512"], "rollout.max_new_tokens", "no room for a prompt in a context of 512"),
