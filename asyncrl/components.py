@@ -19,7 +19,7 @@ import anyio.to_thread
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.job import Job
-from asyncrl.phases import evaluate, export, warm_up
+from asyncrl.phases import evaluate, export, publish, warm_up
 
 if TYPE_CHECKING:
     from asyncrl.inference.controller import InferenceController
@@ -109,6 +109,7 @@ __all__ = [
     "create_train_group",
     "evaluate",
     "export",
+    "publish",
     "run_job",
     "warm_up",
 ]

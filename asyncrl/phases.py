@@ -1,6 +1,9 @@
-"""What every loop does around its steps: warm-up, evaluation, export.
+"""What every loop does around its steps: warm-up, publication, evaluation, export.
 
-Each accounts for its own time, and an evaluation that fails is a skipped point with a reason, never the end.
+Invariants
+- An evaluation that fails is a skipped point with a reason, never the end.
+- Where engines share the trainer's GPUs, weights are exported while the trainer's are on the device, and only then
+  leave it; the rest of the trainer leaves before the engines' weights come back.
 """
 
 from __future__ import annotations
@@ -10,14 +13,17 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.job import Job
 from asyncrl.observability.events import CheckpointWritten
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
+    from asyncrl.components import RolloutComponents
     from asyncrl.data.supervised import SupervisedStream
     from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
     from asyncrl.training.train_group import TrainGroup
+    from asyncrl.weights.publication import PublicationReport
 
 
 _PROGRESS_STEPS = 20
@@ -44,18 +50,44 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
     job.record.note(f"warm-up: {config.steps} supervised steps, loss {metrics['train/loss']:.3f}")
 
 
+async def publish(
+    job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None = None
+) -> PublicationReport:
+    """Brings the engines to the trainer's weights after rollout `rollout_id`; None: to those it began with.
+
+    Raises WeightUpdateError as `TrainGroup.update_weights` does.
+    """
+    controller, executor, _ = components
+    if job.layout.colocated:
+        await trainer.offload(keep_weights=True)
+        await controller.onload_weights()
+    publication = await trainer.update_weights(rollout_id)
+    if job.layout.colocated:
+        await trainer.offload()
+        await controller.onload_kv()
+    executor.set_weight_version(publication.version)
+    return publication
+
+
 async def evaluate(job: Job, controller: InferenceController, executor: RolloutExecutor, step: int) -> None:
     """Evaluates the published policy, `step` steps trained, on the held-out prompts of `eval.data`."""
     with job.record.phase("eval"):
-        await controller.prepare_eval()
-        report = await executor.eval(step)
+        try:
+            await controller.prepare_eval()
+        except AsyncRLError as error:
+            report = executor.report_eval_skip(step, str(error))
+        else:
+            report = await executor.eval(step)
     job.record.evaluated(step, report.accuracy, report.as_dict(), report.skipped)
 
 
-async def export(job: Job, trainer: TrainGroup, step: int) -> None:
+async def export(job: Job, controller: InferenceController, trainer: TrainGroup, step: int) -> None:
     """Writes the policy as a Hugging Face directory into the run directory."""
     started = anyio.current_time()
     with job.record.phase("export"):
+        if job.layout.colocated:
+            await controller.offload()
+            await trainer.onload()
         await trainer.export_hf(job.run.export)
     seconds = anyio.current_time() - started
     job.events.emit(CheckpointWritten(step=step, path=str(job.run.export), seconds=seconds))

@@ -1,4 +1,4 @@
-"""A loop of your own: best-of-n imitation instead of GRPO, in forty lines over `asyncrl.components`.
+"""A loop of your own: best-of-n imitation instead of GRPO, in fifty lines over `asyncrl.components`.
 
     python entrypoints/own_loop.py @ entrypoints/recipes/demo.toml --train.num-steps 20
 
@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asyncrl.components import Job, create_rollout_components, create_train_group, run_job, warm_up
+from asyncrl.components import Job, create_rollout_components, create_train_group, publish, run_job, warm_up
 
 if TYPE_CHECKING:  # torch comes with the components, once the engines are on their way
     from asyncrl.data.batch import RolloutBatch
@@ -29,23 +29,30 @@ def only_the_best(batch: RolloutBatch) -> RolloutBatch:
 async def imitate_the_best(job: Job) -> None:
     with job.record.phase("startup"):
         components = await create_rollout_components(job)
-        controller, executor, _ = components
+        controller, executor, num_rollout_per_epoch = components
         trainer = await create_train_group(job, components)
         await trainer.init()
         await warm_up(job, trainer)
         await controller.wait_ready()
-        await trainer.update_weights()
-    steps = job.config.train.num_steps or 20
+        await publish(job, components, trainer)
+    steps = job.config.train.num_steps
+    if steps is None:
+        steps = job.config.train.num_epochs * (num_rollout_per_epoch or 0)
     job.record.start(steps)
     for step in range(steps):
+        if job.stop.requested:
+            break
         with job.record.phase("generate"):
             await controller.prepare_rollout(step)
             batch = await executor.get(step)
         with job.record.phase("train"):
+            if job.layout.colocated:  # trainer and engines take turns on the same GPUs
+                await controller.offload()
+                await trainer.onload()
             metrics = await trainer.train_sft(only_the_best(batch), job.config.train.lr)
             await executor.commit(step)
         with job.record.phase("publish"):
-            publication = await trainer.update_weights(step)
+            publication = await publish(job, components, trainer, step)
         job.record.step(step + 1, executor.last_rollout, metrics, publication)
 
 

@@ -15,6 +15,7 @@ from asyncrl.components import (
     create_train_group,
     evaluate,
     export,
+    publish,
     run_job,
     warm_up,
 )
@@ -31,7 +32,7 @@ async def train(job: Job) -> None:
         first = await trainer.init()
         await warm_up(job, trainer)
         await controller.wait_ready()
-        await trainer.update_weights()  # no engine serves before it holds the trainer's own weights
+        await publish(job, components, trainer)  # no engine serves before it holds the trainer's own weights
 
     if config.train.num_steps is not None:
         num_steps = config.train.num_steps
@@ -42,9 +43,7 @@ async def train(job: Job) -> None:
     for rollout_id in range(first, num_steps):
         if job.stop.requested:
             break
-        if (config.eval.at_start and rollout_id == first) or (
-            config.eval.every and rollout_id % config.eval.every == 0
-        ):
+        if config.eval.due(rollout_id, first):
             await evaluate(job, controller, executor, rollout_id)
 
         with record.phase("generate"):
@@ -52,27 +51,21 @@ async def train(job: Job) -> None:
             batch = await executor.get(rollout_id)
 
         with record.phase("train"):
-            if job.layout.colocated:
+            if job.layout.colocated:  # trainer and engines take turns on the same GPUs
                 await controller.offload()
                 await trainer.onload()
             metrics = await trainer.train(rollout_id, batch)
             await executor.commit(rollout_id)
 
         with record.phase("publish"):
-            if job.layout.colocated:
-                await trainer.offload()
-                await controller.onload_weights()
-            publication = await trainer.update_weights(rollout_id)
-            if job.layout.colocated:
-                await controller.onload_kv()
-            executor.set_weight_version(publication.version)
+            publication = await publish(job, components, trainer, rollout_id)
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
 
     if config.eval.data is not None and config.eval.at_end:
         await evaluate(job, controller, executor, record.steps)
     if config.run.export:
-        await export(job, trainer, record.steps)
+        await export(job, controller, trainer, record.steps)
 
 
 if __name__ == "__main__":

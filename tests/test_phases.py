@@ -1,0 +1,83 @@
+"""What loops do around their steps, over parts that only note what is asked of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.components import RolloutComponents
+from asyncrl.errors import EngineError
+from asyncrl.phases import evaluate, export, publish
+from asyncrl.rollout.evaluation import EvalReport, skipped_report
+
+pytestmark = pytest.mark.anyio
+
+
+class Noted:
+    """Answers every method; `calls` holds what was asked, of all parts in order."""
+
+    def __init__(self, name: str, calls: list[str], **answers: Any) -> None:
+        self._name, self._calls, self._answers = name, calls, answers
+
+    def __getattr__(self, method: str) -> Any:
+        def note(*args: Any, **how: Any) -> None:
+            self._calls.append(" ".join([f"{self._name}.{method}", *map(str, args), *map(str, how)]))
+
+        async def call(*args: Any, **how: Any) -> Any:
+            note(*args, **how)
+            answer = self._answers.get(method)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return note if method == "set_weight_version" else call
+
+
+def a_job(colocated: bool) -> Any:
+    record = SimpleNamespace(phase=lambda name: nullcontext(), points=[], exported=lambda path: None)
+    record.evaluated = lambda *point: record.points.append(point)
+    return SimpleNamespace(
+        layout=SimpleNamespace(colocated=colocated),
+        record=record,
+        run=SimpleNamespace(export="DIR"),
+        events=SimpleNamespace(emit=lambda event: None),
+    )
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+async def test_weights_are_published_while_the_trainer_holds_them(colocated: bool) -> None:
+    calls: list[str] = []
+    report = SimpleNamespace(version="0.4")
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls), None)  # type: ignore[arg-type]
+    trainer: Any = Noted("trainer", calls, update_weights=report)
+    assert await publish(a_job(colocated), parts, trainer, 3) is report
+    around = (
+        ["trainer.offload keep_weights", "engines.onload_weights"],
+        ["trainer.offload", "engines.onload_kv"],
+    )
+    before, after = around if colocated else ([], [])
+    assert calls == [*before, "trainer.update_weights 3", *after, "executor.set_weight_version 0.4"]
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+async def test_an_export_brings_the_trainer_back_first(colocated: bool) -> None:
+    calls: list[str] = []
+    await export(a_job(colocated), Noted("engines", calls), Noted("trainer", calls), 3)  # type: ignore[arg-type]
+    assert calls == [*(["engines.offload", "trainer.onload"] if colocated else []), "trainer.export_hf DIR"]
+
+
+class Skipping:
+    """An executor without engines."""
+
+    def report_eval_skip(self, step: int, reason: str) -> EvalReport:
+        return skipped_report(step, reason)
+
+
+async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
+    job = a_job(False)
+    controller: Any = Noted("engines", [], prepare_eval=EngineError("engine-0: gone"))
+    await evaluate(job, controller, Skipping(), 3)  # type: ignore[arg-type]
+    assert job.record.points == [(3, None, {}, "engine-0: gone")]
