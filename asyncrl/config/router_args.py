@@ -205,11 +205,10 @@ def _argument(call: ast.Call, lists: Mapping[str, list[str]]) -> RouterArgument 
     if not names:
         return None
     settings = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    action = settings.get("action")
-    words = action.value if isinstance(action, ast.Constant) else None
+    action = ast.unparse(settings["action"]) if "action" in settings else ""
     given = settings.get("type")
     kind = given.id if isinstance(given, ast.Name) else "str"
-    if words in ("store_true", "store_false"):
+    if "store_true" in action or "store_false" in action or "BooleanOptionalAction" in action:
         kind = "bool"
     elif kind == "_non_negative_int":
         kind = "int"
@@ -217,17 +216,18 @@ def _argument(call: ast.Call, lists: Mapping[str, list[str]]) -> RouterArgument 
     return RouterArgument(
         name=names[0],
         kind=kind if kind in _IN_WORDS else "",
-        many="nargs" in settings or words in ("append", "extend"),
+        many="nargs" in settings or "append" in action or "extend" in action,
         choices=None if choices is None else tuple(choices),
         aliases=tuple(names[1:]),
     )
 
 
 def _option(node: ast.expr) -> str | None:
-    """`"--x-y"` and `f"--{prefix}x-y"` → x_y."""
+    """`"--x-y"` and `f"--{prefix}x-y"` → x_y; a literal prefix is for launchers that the router is a part of."""
     parts: Sequence[ast.expr] = node.values if isinstance(node, ast.JoinedStr) else [node]
     text = "".join(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
-    return text.removeprefix("--").replace("-", "_") if text.startswith("--") else None
+    embedded = isinstance(node, ast.Constant) and text.startswith("--router-")
+    return text.removeprefix("--").replace("-", "_") if text.startswith("--") and not embedded else None
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str, int, float)}

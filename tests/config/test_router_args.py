@@ -1,0 +1,120 @@
+"""The router's settings are checked against what the chosen router can do."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from asyncrl.config import router_args
+from asyncrl.config.inference import RouterConfig
+from asyncrl.config.router_args import MODULES, RESERVED, is_installed, router_arguments, router_problems
+
+installed = pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(package, marks=pytest.mark.skipif(not is_installed(package), reason=f"{package} is not installed"))
+        for package in MODULES
+    ],
+)
+
+
+def problem(**settings: Any) -> str | None:
+    found = router_problems(RouterConfig(**settings))
+    assert len(found) <= 1
+    return str(found[0]) if found else None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"policy": "random"},
+        {"policy": "manual", "sticky": "group"},
+        {"policy": "manual", "sticky": "sample", "assignment": "min_group"},
+        {"breaker_failures": 50},
+        {"args": {"max_concurrent_requests": 512, "queue_timeout_secs": 5}},
+        {"args": {"log_level": "debug", "enable_trace": True}},
+        {"args": {"request_id_headers": ["x-request-id"]}},
+        {"args": {"prometheus_duration_buckets": [0.1, 1, 10]}},
+        {"args": {"cb_timeout_duration_secs": 5}},
+        {"args": {"max_concurrent_requests": -1}},
+    ],
+)
+def test_what_the_router_takes_passes(settings: dict[str, Any]) -> None:
+    assert problem(**settings) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"policy": "manual"}, "router.policy: manual routes by key, and none is sent; set router.sticky"),
+        ({"sticky": "group"}, "router.sticky: group has no effect on round_robin; set router.policy to manual"),
+        ({"policy": "cache_aware"}, "router.policy: cache_aware needs router.package smg (sglang-router looks at text"),
+        ({"policy": "least_load"}, "router.policy: least_load needs router.package smg"),
+        ({"args": {"queue_sise": 3}}, "router.args.queue_sise: sglang-router has no such argument; did you mean"),
+        ({"args": {"queue_size": "big"}}, "the router expects a whole number"),
+        ({"args": {"queue_size": True}}, "the router expects a whole number"),
+        ({"args": {"enable_trace": "yes"}}, "the router expects true or false"),
+        ({"args": {"log_level": "loud"}}, "one of debug, info, warn, error"),
+        ({"args": {"request_id_headers": "x"}}, "the router expects a list"),
+        ({"args": {"worker_urls": ["http://x"]}}, "cannot be passed through: the controller tells the router"),
+        ({"args": {"port": 1}}, "use router.port"),
+        ({"args": {"policy": "random"}}, "use router.policy"),
+        ({"args": {"disable_retries": False}}, "use rollout.request_retries"),
+        ({"args": {"health_check_endpoint": "/health"}}, "an engine answers /ping while it is paused"),
+        ({"args": {"disable_circuit_breaker": True}}, "use router.breaker_failures"),
+    ],
+)
+def test_what_the_router_or_the_job_cannot_take_is_refused(settings: dict[str, Any], text: str) -> None:
+    assert text in (problem(**settings) or "")
+
+
+def test_a_router_that_is_not_installed_is_named_once_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_args, "find_spec", lambda name: None)
+    told = problem(package="smg", policy="manual", args={"nonsense": 1})
+    assert told == ("router.package: smg is not installed; run pip install 'asyncrl[smg]', or set it to sglang-router")
+
+
+@installed
+def test_the_list_is_that_of_the_routers_own_parser(package: str) -> None:
+    parser = argparse.ArgumentParser()
+    import_module(f"{MODULES[package]}.router_args").RouterArgs.add_cli_args(parser)
+    options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    arguments = router_arguments(package).values()
+    named = {name for argument in arguments for name in (argument.name, *argument.aliases)}
+    options = {option[2:].replace("-", "_") for option in options} - {"help"}
+    assert named == options - {f"no_{name}" for name in named}
+    switches = {
+        action.option_strings[0][2:].replace("-", "_")
+        for action in parser._actions
+        if action.nargs == 0 and action.dest != "help"
+    }
+    assert {argument.name for argument in arguments if argument.kind == "bool"} == switches
+
+
+def test_every_reserved_name_is_an_argument_of_a_router() -> None:
+    known = {name for package in MODULES if is_installed(package) for name in router_arguments(package)}
+    only_smg = {
+        "routing_key_override",
+        "routing_key_headers",
+        "discovery_provider",
+        "remove_unhealthy_workers",
+        "epd_disaggregation",
+        "encode",
+        "tenant_api_key",
+    }
+    assert set(RESERVED) - known <= only_smg
+
+
+def test_the_list_is_read_without_importing_the_router() -> None:
+    code = (
+        "import sys; from asyncrl.config.router_args import router_arguments; "
+        "print(len(router_arguments('sglang-router'))); sys.exit('sglang_router' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert int(done.stdout) > 90
