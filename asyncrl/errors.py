@@ -50,6 +50,10 @@ class WeightUpdateError(AsyncRLError):
     """A weight publication could not be completed."""
 
 
+class EnginesLostError(WeightUpdateError):
+    """Every engine that took part in a publication was lost on the way; engines that are started again may take it."""
+
+
 class TrainerError(AsyncRLError):
     """A trainer rank failed; the message carries the rank and its traceback's last frames."""
 

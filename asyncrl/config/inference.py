@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -42,6 +43,32 @@ class EngineConfig(Section):
 
     cpus: tuple[int, ...] | None = None
     """CPU cores that the engines are bound to; None does not bind."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of one engine (and of the router) within restart_window_s; at the next end it is given up, and with the
+    last engine the job. 0: every end is final."""
+
+    restart_window_s: float = Field(default=1800.0, gt=0)
+    """Restarts that lie further back than this are forgiven."""
+
+    min_serving: int = Field(default=1, ge=1)
+    """A publication waits until this many engines can take weights; the others get them when they are back."""
+
+    drain_timeout_s: float = Field(default=600.0, ge=0)
+    """Longest time that an engine which is taken out of service may spend on the requests that it has."""
+
+
+class HealthConfig(Section):
+    """Probes that find engines and routers that live and do not answer."""
+
+    interval_s: float = Field(default=10.0, gt=0)
+    """Pause between two probes of one engine. None is made while it is paused, updated or offloaded."""
+
+    timeout_s: float = Field(default=20.0, gt=0)
+    """Longest wait for the answer. An engine answers once any token has been made, so a busy one is a healthy one."""
+
+    failures: int = Field(default=3, ge=1)
+    """Failed probes in a row after which it is killed and started again."""
 
 
 class RouterConfig(Section):
@@ -103,6 +130,15 @@ class WeightsConfig(Section):
 
     attempts: int = Field(default=2, ge=1)
     """Transfers tried within one publication before it fails."""
+
+    keep_published: Literal["auto", "always", "never"] = "auto"
+    """Keep a copy of the published weights for engines that join later (a restarted engine serves again without waiting
+    for the next publication). auto: where there is a single engine or the weights are below 2 GiB. The copy is written
+    while engines are paused."""
+
+    directory: Path | None = None
+    """Where that copy and the files of the disk transport lie; None: weights/ in the run directory. On a tmpfs such as
+    /dev/shm they stay in memory."""
 
     verify: Literal["first", "always", "never"] = "first"
     """Check by checksums that tensors arrived and that all engines hold the same: on the first publication, on each,

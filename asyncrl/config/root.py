@@ -6,7 +6,7 @@ from pydantic import Field
 
 from asyncrl.config.base import Section
 from asyncrl.config.data import DataConfig
-from asyncrl.config.inference import EngineConfig, RouterConfig, WeightsConfig
+from asyncrl.config.inference import EngineConfig, HealthConfig, RouterConfig, WeightsConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RewardConfig, RolloutConfig
 from asyncrl.config.run import EvalConfig, RunConfig
@@ -25,5 +25,6 @@ class Config(Section):
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

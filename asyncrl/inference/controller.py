@@ -2,16 +2,18 @@
 
 Invariants
 - What leaves it is frozen data: addresses, versions, leases. Processes are started and ended through the host only.
-- An exit is noticed at once. A fleet that cannot serve (an engine that fails to start, the router gone, no engine
-  left) raises EngineError into the task group given to `start`, so that nothing waits for it in vain.
+- A process that ends or hangs is noticed, and started again a bounded number of times; an engine then catches up with
+  the published weights before it serves. A fleet that cannot serve any more (an engine that fails at its first start,
+  the last one given up) raises EngineError into the task group given to `start`, so that nothing waits in vain.
 - `dispose` leaves neither process nor port, whatever happened before.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,23 +24,29 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
-from asyncrl.config.layout import ProcessLayout
+from asyncrl.config.layout import EnginePlacement, ProcessLayout
 from asyncrl.data.fleet import EngineState, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
+from asyncrl.host import ProcessSpec
+from asyncrl.inference.catch_up import CatchUp
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import CheckAction, EngineClient, new_session
-from asyncrl.inference.lifecycle import LIVE, ROUTABLE
+from asyncrl.inference.engine_api import CheckAction, new_session
+from asyncrl.inference.group import EngineGroup
+from asyncrl.inference.launch import engine_argv, engine_environment, router_argv
+from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.ports import PortAllocator
 from asyncrl.inference.router import RouterClient
+from asyncrl.inference.routing import Routing
 from asyncrl.inference.scratch import Scratch
-from asyncrl.inference.supervision import Supervisor
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums, abbreviate, differing
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
+
+ROUTER = "router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class InferenceStatistics:
     open_lease: str | None
     updates_committed: int
     updates_aborted: int
+    restarts: int
+    """Of engines and router."""
     paused_s: float
     """Seconds without generation over all committed updates."""
     start_s: float | None
@@ -61,8 +71,7 @@ class InferenceStatistics:
 class _Parts:
     """What exists once the fleet was started."""
 
-    router: RouterClient
-    processes: Supervisor
+    actor: EngineGroup
     updates: WeightUpdates
 
 
@@ -89,7 +98,6 @@ class InferenceController:
         self._scratch = Scratch(run_dir)
         self._memory = Memory(layout.device)
         self._references: dict[str, Checksums] = {}
-        self._engines: tuple[ManagedEngine, ...] = ()
         self._session: aiohttp.ClientSession | None = None
         self._parts: _Parts | None = None
 
@@ -105,93 +113,138 @@ class InferenceController:
         port = config.router.port
         router_port = self._ports.single() if port is None else self._ports.given(port, "router.port")
         self._scratch.create()
-        session = self._session = new_session()
-        router = RouterClient(f"http://{address}:{router_port}", session)
-        self._engines = tuple(
-            ManagedEngine(
-                placement,
-                self._ports.engine(),
-                host_address=address,
-                log_path=self._logs / f"{placement.engine_id}.log",
-                session=session,
-                events=self._events,
-            )
-            for placement in self._layout.engines
-        )
-        processes = Supervisor(
+        self._session = new_session()
+        router = RouterClient(f"http://{address}:{router_port}", self._session)
+        self._parts = _Parts(*self._build_actor(task_group, router, router_port))
+        self._parts.actor.start_router()
+        for placement in self._layout.engines:
+            self._start_engine(placement)
+
+    def _build_actor(
+        self, task_group: TaskGroup, router: RouterClient, router_port: int
+    ) -> tuple[EngineGroup, WeightUpdates]:
+        """The group of the model that is trained, and its weight updates. (They know each other.)"""
+        config, routing = self._config, Routing(router)
+        argv = router_argv(config.router, host=config.run.host, port=router_port, prometheus_port=self._ports.single())
+        spec = ProcessSpec(name=ROUTER, argv=argv, env={}, log_path=str(self._logs / f"{ROUTER}.log"))
+
+        async def catch_up(engine: ManagedEngine) -> None:
+            await follower.keep(engine)
+
+        group = EngineGroup(
+            "the actor",
             config,
-            self._layout,
-            self._engines,
-            router,
             host=self._host,
+            routing=routing,
+            router_spec=spec,
             events=self._events,
-            model_path=self._model_path,
-            router_log=self._logs / "router.log",
-            scratch=self._scratch.path,
+            task_group=task_group,
+            catch_up=catch_up,
         )
         updates = WeightUpdates(
-            self._engines,
-            router,
+            group.engines,
+            routing,
             config.weights,
-            quarantine=processes.quarantine,
+            quarantine=group.quarantine,
             events=self._events,
             task_group=task_group,
         )
-        self._parts = _Parts(router, processes, updates)
-        processes.start(task_group, router_port, self._ports.single())
+        follower = CatchUp(
+            updates, verify=config.weights.verify != "never", quarantine=group.quarantine, events=self._events
+        )
+        return group, updates
+
+    def _start_engine(self, placement: EnginePlacement) -> None:
+        config, session = self._config, self._session
+        assert session is not None
+        engine = ManagedEngine(
+            placement,
+            self._ports.engine(),
+            host_address=config.run.host,
+            log_path=self._logs / f"{placement.engine_id}.log",
+            session=session,
+            events=self._events,
+        )
+        self._started.actor.start_engine(engine, self._engine_spec(engine))
+
+    def _engine_spec(self, engine: ManagedEngine) -> ProcessSpec:
+        config, device = self._config, self._layout.device
+        cores = config.engine.cpus or tuple(sorted(os.sched_getaffinity(0)))
+        argv = engine_argv(
+            config.engine,
+            engine.placement,
+            engine.ports,
+            model_path=self._model_path,
+            host=config.run.host,
+            device=device,
+            dtype=self._layout.dtype,
+            context_length=config.model.context_length,
+        )
+        return ProcessSpec(
+            name=engine.engine_id,
+            argv=argv,
+            env=engine_environment(engine.placement, device=device, cores=cores, scratch=self._scratch.path),
+            log_path=str(engine.log_path),
+            cpus=config.engine.cpus,
+        )
 
     async def wait_ready(self) -> None:
         """Returns when the router answers and every engine has generated; raises EngineError as soon as one cannot.
 
         Each start has its own deadline (`engine.start_timeout_s`, `router.start_timeout_s`).
         """
-        await self._started.processes.wait_ready()
+        await self._started.actor.wait_ready()
 
     async def dispose(self) -> None:
         """Ends router and engines and frees their ports. May be called at any time, and again."""
         with anyio.CancelScope(shield=True):
-            if self._parts is not None:
-                self._parts.updates.close()
-                await self._parts.processes.stop()
-            if self._session is not None:
-                await self._session.close()
-            self._ports.close()
-            await anyio.to_thread.run_sync(self._scratch.remove)
+            async with AsyncExitStack() as ends:  # each of them, whatever another raises
+                ends.push_async_callback(anyio.to_thread.run_sync, self._scratch.remove)
+                ends.callback(self._ports.close)
+                if self._session is not None:
+                    ends.push_async_callback(self._session.close)
+                if self._parts is not None:
+                    self._parts.updates.close()
+                    ends.push_async_callback(self._parts.actor.stop)
 
     # what the loop asks
 
     async def prepare_rollout(self, rollout_id: int) -> None:
-        """Raises EngineError unless the fleet can serve rollout `rollout_id`."""
+        """Returns when some engine serves; raises EngineError where none will.
+
+        Waits for engines that are being started again.
+        """
         await self._require_serving(f"rollout {rollout_id}")
 
     async def prepare_eval(self) -> None:
-        """Raises EngineError unless the fleet can serve an evaluation."""
+        """As `prepare_rollout`, for an evaluation."""
         await self._require_serving("evaluation")
 
     def fleet(self) -> FleetView:
         """Addresses, states and versions as they are now."""
         return FleetView(
             router_url=self.router_url,
-            published_version=self._started.updates.published,
-            engines=tuple(engine.status for engine in self._engines),
+            published_version=self._published_version,
+            engines=tuple(engine.status for engine in self._started.actor.engines),
         )
 
     @property
     def router_url(self) -> str:
         """Where requests go; known once `start` has returned."""
-        return self._started.router.url
+        return self._started.actor.routing.router.url
 
     def statistics(self) -> InferenceStatistics:
-        processes, updates = self._started.processes, self._started.updates
+        actor, updates = self._started.actor, self._started.updates
         lease = updates.open_lease
         return InferenceStatistics(
-            engines=dict(Counter(engine.state.value for engine in self._engines)),
-            published_version=updates.published,
+            engines=dict(Counter(engine.state.value for engine in actor.engines)),
+            published_version=self._published_version,
             open_lease=None if lease is None else lease.lease_id,
             updates_committed=updates.committed,
             updates_aborted=updates.aborted,
+            restarts=actor.restarts,
             paused_s=updates.paused_s,
-            start_s=processes.start_s,
+            start_s=actor.start_s,
         )
 
     # weight updates
@@ -199,18 +252,24 @@ class InferenceController:
     async def begin_weight_update(self, version: str) -> UpdateLease:
         """Pauses the engines and opens them for weights `version` (`attempt.step`).
 
-        Raises WeightUpdateError while another update is open or when no engine can take part; nothing is paused then.
+        Waits until `engine.min_serving` engines can take part; others join when they are back. Raises
+        WeightUpdateError while another update is open or when no engine can take part; nothing is paused then.
         """
-        self._started.processes.check()
+        if self._started.updates.open_lease is None:
+            await self._started.actor.wait_updatable(self._config.engine.min_serving, f"weights {version}")
         return await self._started.updates.begin(version)
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck]) -> None:
+    async def commit_weight_update(
+        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None
+    ) -> None:
         """Makes the engines that acknowledged serve the lease's version; others of the lease are killed.
 
-        Returns when they generate again, are known to the router, and (the first time) have answered through it.
-        Raises WeightUpdateError when the weights did not arrive; the lease has ended then and nothing is paused.
+        `directory` holds a copy of these weights (safetensors, Hugging Face names) until the next commit; engines that
+        join later load it. Returns when they generate again, are known to the router, and (the first time) have
+        answered through it. Raises WeightUpdateError when the weights did not arrive; the lease has ended then and
+        nothing is paused.
         """
-        await self._started.updates.commit(lease_id, acks)
+        await self._started.updates.commit(lease_id, acks, directory)
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         """Gives the engines back; `failed` (engine id → reason) are killed. An ended lease is nothing to do.
@@ -219,9 +278,16 @@ class InferenceController:
         """
         await self._started.updates.abort(lease_id, failed, untouched=untouched)
 
-    def open_engine(self, engine_id: str, url: str) -> AbstractAsyncContextManager[EngineClient]:
-        """A client for one engine of a lease, for whoever carries the weights there."""
-        return EngineClient.open(engine_id, url)
+    async def recover_updatable_engines(self) -> None:
+        """Returns when every engine that was not given up serves; raises EngineError where none is left."""
+        await self._started.actor.wait_recovered()
+
+    def health_monitoring_pause(self) -> None:
+        """No engine is probed until `health_monitoring_resume`; ends of processes are still noticed."""
+        self._started.actor.pause_health(True)
+
+    def health_monitoring_resume(self) -> None:
+        self._started.actor.pause_health(False)
 
     async def check_weights(self, action: CheckAction, skip_list: Sequence[str] = ()) -> Mapping[str, Checksums]:
         """Runs the weight checker on all live engines; returns their checksums for `checksum`, else nothing.
@@ -236,7 +302,7 @@ class InferenceController:
             results[engine.engine_id] = await engine.client.check_weights(read, skip_list)
 
         async with anyio.create_task_group() as task_group:
-            for engine in self._engines:
+            for engine in self._started.actor.engines:
                 if engine.state in LIVE and engine.state is not EngineState.STARTING:
                     task_group.start_soon(one, engine)
         if action == "snapshot":
@@ -249,11 +315,11 @@ class InferenceController:
 
     async def offload(self, tags: Sequence[str] | None = None) -> None:
         """Pauses colocated engines and releases memory of `tags` (all by default). Refused on CPU."""
-        await self._memory.offload(self._engines, tags)
+        await self._memory.offload(self._started.actor.engines, tags)
 
     async def onload(self, tags: Sequence[str] | None = None) -> None:
         """Takes memory of `tags` (all by default) back; an engine goes on once it has all of it."""
-        await self._memory.onload(self._engines, tags)
+        await self._memory.onload(self._started.actor.engines, tags)
 
     async def onload_weights(self) -> None:
         await self.onload(("weights",))
@@ -267,11 +333,16 @@ class InferenceController:
     # failures
 
     async def _require_serving(self, purpose: str) -> None:
-        self._started.processes.check()
-        if any(engine.state in ROUTABLE and engine.routed for engine in self._engines):
-            return
-        states = "; ".join(f"{e.engine_id} is {e.state}" + _because(e.failure) for e in self._engines)
-        raise EngineError(f"no engine can serve {purpose}: {states or 'the fleet was not started'}")
+        if self._started.updates.published is None:
+            raise EngineError(
+                f"no engine can serve {purpose} before weights were published: {self._started.actor.states()}"
+            )
+        await self._started.actor.wait_serving(purpose)
+
+    @property
+    def _published_version(self) -> str | None:
+        published = self._started.updates.published
+        return None if published is None else published.version
 
     @property
     def _started(self) -> _Parts:
@@ -290,7 +361,3 @@ class InferenceController:
             raise EngineError("no snapshot to compare with; await check_weights('snapshot') first")
         if told:
             raise EngineError(f"weights differ from the snapshot in {told}")
-
-
-def _because(failure: EngineError | None) -> str:
-    return "" if failure is None else f" ({failure})"

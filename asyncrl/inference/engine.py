@@ -2,11 +2,14 @@
 
 Invariants
 - `state` changes only through `move`, which checks the life cycle and writes the event.
+- Nothing that was known of one process is believed of the next: `renew` forgets all of it.
 - Readiness is a real generation, answered by the engine itself: an engine can answer /health and generate nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -45,6 +48,8 @@ class ManagedEngine:
         self.ports = ports
         self.log_path = log_path
         self.state = EngineState.STARTING
+        self.moves = 0
+        """Changes of state so far: two equal values mean that nothing happened in between."""
         self.version: str | None = None
         """Published version that it holds."""
         self.routed = False
@@ -57,6 +62,8 @@ class ManagedEngine:
         """Files in /dev/shm that go with it."""
         self.failure: EngineError | None = None
         """Why it is DEAD or QUARANTINED."""
+        self.on_move: Callable[[], None] | None = None
+        """Hears of every change of state."""
         self.endpoint = EngineEndpoint(
             engine_id=placement.engine_id,
             generation=0,
@@ -76,9 +83,18 @@ class ManagedEngine:
     def status(self) -> EngineStatus:
         return EngineStatus(self.endpoint, self.state, self.version)
 
+    def renew(self) -> None:
+        """A new process is about to bear this id: a new generation, which holds no weights of the run."""
+        self.endpoint = replace(self.endpoint, generation=self.endpoint.generation + 1)
+        self.version, self.baseline, self.failure = None, None, None
+        self.routed = False
+        self.offloaded, self.shared_memory = frozenset(), frozenset()
+        self.move(EngineState.STARTING)
+
     def move(self, to: EngineState, reason: str | None = None) -> None:
         """Changes the state; raises IllegalTransition where life does not lead there."""
         previous, self.state = self.state, transition(self.engine_id, self.state, to)
+        self.moves += 1
         self._events.emit(
             EngineStateChanged(
                 engine=self.engine_id,
@@ -89,6 +105,8 @@ class ManagedEngine:
                 reason=reason,
             )
         )
+        if self.on_move is not None:
+            self.on_move()
 
     async def wait_first_generation(self, timeout_s: float) -> None:
         """Returns when the engine has generated a token; raises EngineError after `timeout_s`."""

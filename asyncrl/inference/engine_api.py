@@ -113,6 +113,13 @@ class EngineClient:
         """Answered while the HTTP server lives, paused or not; says nothing about the scheduler."""
         await self._call("GET", "/ping", None, timeout_s)
 
+    async def health_generate(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Answered once the scheduler made any token; it makes one where it has nothing to do. Never while paused.
+
+        It takes at least a second (the server looks once per second), and the server itself gives up after 20 s.
+        """
+        await self._call("GET", "/health_generate", None, timeout_s)
+
     async def generate(
         self,
         input_ids: Sequence[int],

@@ -34,6 +34,50 @@ class EngineExited(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRestarting(Event):
+    """An engine or a router that ended will be started again."""
+
+    kind: ClassVar[str] = "process_restarting"
+    name: str
+    restarts: int
+    """Within the window that counts, this one included."""
+    delay_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGivenUp(Event):
+    """An engine ended once too often and is not started again."""
+
+    kind: ClassVar[str] = "process_given_up"
+    name: str
+    restarts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCaughtUp(Event):
+    """An engine that joined late loaded the published weights and serves."""
+
+    kind: ClassVar[str] = "engine_caught_up"
+    engine: str
+    generation: int
+    version: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterRestarted(Event):
+    """A new router answers and knows the engines of the old one."""
+
+    kind: ClassVar[str] = "router_restarted"
+    router: str
+    engines: int
+    seconds: float
+    """From the end of the old one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetReady(Event):
     """Router and engines answered; engines wait for weights."""
 

@@ -11,20 +11,23 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config.inference import WeightsConfig
 from asyncrl.data.fleet import EngineState, UpdateAck, UpdateLease
-from asyncrl.errors import EngineError, WeightUpdateError
+from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import EngineRequestError
 from asyncrl.inference.events import WeightUpdateAborted, WeightUpdateBegun, WeightUpdateCommitted
 from asyncrl.inference.leases import LeaseBook, sort_acks
 from asyncrl.inference.lifecycle import UPDATABLE
-from asyncrl.inference.router import RouterClient
+from asyncrl.inference.routing import Routing
+from asyncrl.inference.sessions import close_session, on_each, open_session, reason_of, resume
 from asyncrl.inference.verify import Checksums, abbreviate, disagreement, unreceived
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
@@ -32,7 +35,16 @@ from asyncrl.observability.waits import waiting
 TAKE_BACK_TIMEOUT_S = 3.0
 """For an engine to end its session and go on after a failed update; one that takes longer is killed."""
 
-Quarantine = Callable[[ManagedEngine, str], Awaitable[None]]
+Quarantine = Callable[[ManagedEngine, str], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The weights that engines serve."""
+
+    version: str
+    directory: Path | None
+    """A copy in Hugging Face's format, where one was kept."""
 
 
 class WeightUpdates:
@@ -41,26 +53,29 @@ class WeightUpdates:
     def __init__(
         self,
         engines: Sequence[ManagedEngine],
-        router: RouterClient,
+        routing: Routing,
         config: WeightsConfig,
         *,
         quarantine: Quarantine,
         events: EventLog,
         task_group: TaskGroup,
     ) -> None:
-        self.published: str | None = None
+        self.published: Published | None = None
         self.committed = 0
         self.aborted = 0
         self.paused_s = 0.0
         """Seconds without generation over all committed updates."""
-        self._engines = {engine.engine_id: engine for engine in engines}
-        self._router = router
+        self._engines = engines
+        self._routing = routing
         self._config = config
         self._quarantine = quarantine
         self._events = events
         self._task_group = task_group
         self._book = LeaseBook()
         self._lock = anyio.Lock()
+        self.ends = 0
+        """Leases that ended, their engines settled."""
+        self._ended = anyio.Event()
         self._paused_at = 0.0
         self._expiry = anyio.CancelScope()
 
@@ -72,26 +87,50 @@ class WeightUpdates:
         """Stops watching the open lease's deadline."""
         self._expiry.cancel()
 
+    async def next_end(self, after: int) -> None:
+        """Returns when more than `after` leases have ended and none is open; each has a deadline."""
+        while self._book.open is not None or self.ends <= after:
+            await self._ended.wait()
+
+    async def admit(self, engine: ManagedEngine, version: str) -> bool:
+        """Lets an engine that loaded `version` by itself serve, if that is what is published and nothing else begins.
+
+        Otherwise it waits for weights again, and False is returned.
+        """
+        async with self._lock:
+            current = self.published is not None and self.published.version == version and self._book.open is None
+            if engine.state is not EngineState.UPDATING:
+                return False
+            if not current:
+                engine.move(EngineState.PENDING_WEIGHTS, "newer weights are being published")
+                return False
+            engine.version = version
+            engine.move(EngineState.SERVING, f"caught up with weights {version}")
+        await self._route([engine])
+        return True
+
     async def begin(self, version: str) -> UpdateLease:
         """Pauses and opens every engine that can take weights; one that refuses is quarantined, the others go on."""
         async with self._lock:
             lease_id = self._book.next_id(version)
-            engines = [engine for engine in self._engines.values() if engine.state in UPDATABLE]
+            engines = [engine for engine in self._engines if engine.state in UPDATABLE]
             if not engines:
-                states = ", ".join(f"{e.engine_id} is {e.state}" for e in self._engines.values())
+                states = ", ".join(f"{e.engine_id} is {e.state}" for e in self._engines)
                 raise WeightUpdateError(f"weights {version} have no engine to go to: {states}")
             self._paused_at = anyio.current_time()
             for engine in engines:
                 engine.move(EngineState.UPDATING, f"weights {version}")
             try:
-                failed = await _on_each(engines, lambda engine: self._open_session(engine, version))
-                await self._drop(failed)
+                failed = await on_each(
+                    engines, lambda engine: open_session(engine, version, verify=self._config.verify != "never")
+                )
+                await self._drop(failed, _by_id(engines))
                 ready = [e for e in engines if e.engine_id not in failed and e.state is EngineState.UPDATING]
                 if not ready:
-                    raise WeightUpdateError(f"weights {version}: no engine could be opened: {_told(failed)}")
+                    raise EnginesLostError(f"weights {version}: no engine could be opened: {_told(failed)}")
             except BaseException as error:
                 # Nothing was transferred, so an engine that served goes on with what it holds.
-                await self._take_back(engines, f"weights {version}: {_reason(error)}", untouched=True)
+                await self._take_back(engines, f"weights {version}: {reason_of(error)}", untouched=True)
                 raise
             now = anyio.current_time()
             lease = self._book.grant(
@@ -109,35 +148,37 @@ class WeightUpdates:
             )
             return lease
 
-    async def commit(self, lease_id: str, acks: Sequence[UpdateAck]) -> None:
+    async def commit(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None) -> None:
         """Makes the engines that acknowledged serve the lease's version; the others are quarantined.
+
+        `directory` holds a copy of the weights for engines that join later.
 
         Raises WeightUpdateError when no engine is left, or when the weights did not arrive as sent. The lease has
         ended either way.
         """
         async with self._lock:
             lease = self._book.claim(lease_id)
-            generations = {engine.engine_id: engine.endpoint.generation for engine in self._engines.values()}
+            leased = self._leased(lease)
+            generations = {engine_id: engine.endpoint.generation for engine_id, engine in leased.items()}
             holders, missing = sort_acks(lease, acks, generations)
-            engines = [self._engines[i] for i in holders if self._engines[i].state is EngineState.UPDATING]
-            leased = [self._engines[endpoint.engine_id] for endpoint in lease.engines]
+            engines = [leased[i] for i in holders if leased[i].state is EngineState.UPDATING]
             try:
                 engines = await self._narrow(engines, missing, lambda engine: engine.client.end_weight_update())
                 verified = await self._verify(engines, missing, lease.version)
                 engines = [engine for engine in engines if engine.engine_id not in missing]
                 engines = await self._narrow(engines, missing, lambda engine: engine.client.set_version(lease.version))
                 if not engines:
-                    raise WeightUpdateError(f"weights {lease.version}: no engine holds them: {_told(missing)}")
-                engines = await self._narrow(engines, missing, _resume)
-                await self._drop(missing)
+                    raise EnginesLostError(f"weights {lease.version}: no engine holds them: {_told(missing)}")
+                engines = await self._narrow(engines, missing, resume)
+                await self._drop(missing, leased)
                 engines = [engine for engine in engines if engine.state is EngineState.UPDATING]
                 if not engines:
-                    raise WeightUpdateError(f"weights {lease.version}: the last engine died as it took them")
+                    raise EnginesLostError(f"weights {lease.version}: the last engine died as it took them")
             except BaseException as error:
-                await self._give_up(lease, leased, _reason(error))
+                await self._give_up(lease, leased.values(), reason_of(error))
                 raise
             # From here on the update is committed, whatever happens to the router.
-            first, self.published = self.published is None, lease.version
+            first, self.published = self.published is None, Published(lease.version, directory)
             self._end(lease_id, f"was committed as {lease.version}")
             for engine in engines:
                 engine.version = lease.version
@@ -154,9 +195,10 @@ class WeightUpdates:
                     verified=verified,
                 )
             )
+            self._signal_end()
             await self._route(engines)
             if first:
-                await self._router.probe(lease.version)
+                await self._routing.router.probe(lease.version)
 
     async def abort(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         """Takes the engines back; those in `failed` are quarantined. Nothing to do for a lease that has ended.
@@ -168,21 +210,9 @@ class WeightUpdates:
                 if self._book.has_ended(lease_id):
                     return
                 lease = self._book.claim(lease_id)
-                await self._drop(failed)
-                leased = [self._engines[endpoint.engine_id] for endpoint in lease.engines]
-                await self._give_up(lease, leased, "the publisher aborted", untouched=untouched)
-
-    async def _open_session(self, engine: ManagedEngine, version: str) -> None:
-        if "weights" in engine.offloaded:
-            raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
-        client = engine.client
-        if not engine.offloaded:
-            await client.pause("retract")
-        await client.set_version(f"torn:{version}")
-        await client.begin_weight_update()
-        if engine.version is None and self._config.verify != "never":
-            await client.check_weights("reset_tensors")
-            engine.baseline = await client.check_weights("checksum")
+                leased = self._leased(lease)
+                await self._drop(failed, leased)
+                await self._give_up(lease, leased.values(), "the publisher aborted", untouched=untouched)
 
     async def _verify(self, engines: Sequence[ManagedEngine], missing: dict[str, str], version: str) -> bool:
         """Adds engines whose weights are not as sent to `missing`; raises if that is all of them. False: not due."""
@@ -194,7 +224,7 @@ class WeightUpdates:
         async def read(engine: ManagedEngine) -> None:
             checksums[engine.engine_id] = await engine.client.check_weights("checksum")
 
-        missing |= await _on_each(engines, read)
+        missing |= await on_each(engines, read)
         wrong: dict[str, str] = {}
         for engine in engines:
             if engine.baseline is None or engine.engine_id not in checksums:
@@ -219,13 +249,9 @@ class WeightUpdates:
         """Registers those that serve and are unknown to the router; raises EngineError if it takes none."""
         new = [engine for engine in engines if not engine.routed and engine.state is EngineState.SERVING]
 
-        async def register(engine: ManagedEngine) -> None:
-            engine.routed = True  # from the request on the router may know it
-            await self._router.add(engine.endpoint.url)
-
-        failed = await _on_each(new, register)
-        await self._drop(failed)
-        if failed and not any(engine.routed for engine in self._engines.values()):
+        failed = await on_each(new, self._routing.add)
+        await self._drop(failed, _by_id(new))
+        if failed and not any(engine.routed for engine in self._engines):
             raise EngineError(f"the router took no engine: {_told(failed)}")
 
     async def _narrow(
@@ -235,16 +261,29 @@ class WeightUpdates:
         step: Callable[[ManagedEngine], Awaitable[None]],
     ) -> list[ManagedEngine]:
         """Takes `step` on each engine; those that fail go into `missing`, the others are returned."""
-        failed = await _on_each(engines, step)
+        failed = await on_each(engines, step)
         missing |= failed
         return [engine for engine in engines if engine.engine_id not in failed]
 
-    async def _drop(self, failed: Mapping[str, str]) -> None:
-        for engine_id, reason in failed.items():
-            await self._quarantine(self._engines[engine_id], reason)
+    def _leased(self, lease: UpdateLease) -> dict[str, ManagedEngine]:
+        """Engines of the lease by id, without those whose process is another one by now."""
+        engines = {engine.engine_id: engine for engine in self._engines}
+        found = ((endpoint, engines.get(endpoint.engine_id)) for endpoint in lease.engines)
+        return {
+            endpoint.engine_id: engine
+            for endpoint, engine in found
+            if engine is not None and engine.endpoint.generation == endpoint.generation
+        }
+
+    async def _drop(self, failed: Mapping[str, str], engines: Mapping[str, ManagedEngine]) -> None:
+        """Quarantines those of `engines` that failed, all at once: one that hangs must not delay the next."""
+        async with anyio.create_task_group() as task_group:
+            for engine_id, reason in failed.items():
+                if engine_id in engines:
+                    task_group.start_soon(self._quarantine, engines[engine_id], reason)
 
     async def _give_up(
-        self, lease: UpdateLease, engines: Sequence[ManagedEngine], reason: str, *, untouched: bool = False
+        self, lease: UpdateLease, engines: Iterable[ManagedEngine], reason: str, *, untouched: bool = False
     ) -> None:
         self._end(lease.lease_id, f"was given up ({reason})")
         self.aborted += 1
@@ -252,6 +291,7 @@ class WeightUpdates:
         self._events.emit(
             WeightUpdateAborted(lease=lease.lease_id, version=lease.version, reason=reason, restored=untouched)
         )
+        self._signal_end()
 
     async def _take_back(self, engines: Iterable[ManagedEngine], reason: str, *, untouched: bool) -> None:
         """Ends sessions and pauses; bounded, and not to be cancelled halfway."""
@@ -259,9 +299,9 @@ class WeightUpdates:
         async def one(engine: ManagedEngine) -> None:
             keep = untouched and engine.version is not None
             if not keep:
-                await self._unroute(engine)
+                await self._routing.remove(engine)
             with waiting("end of its weight update", engine.engine_id, TAKE_BACK_TIMEOUT_S):
-                await _close_session(engine, restored=engine.version if keep else None)
+                await close_session(engine, restored=engine.version if keep else None)
             if engine.state is EngineState.UPDATING:
                 if not keep:
                     engine.version = None
@@ -270,16 +310,16 @@ class WeightUpdates:
 
         with anyio.CancelScope(shield=True):
             torn = [engine for engine in engines if engine.state is EngineState.UPDATING]
-            await self._drop(await _on_each(torn, one))
-
-    async def _unroute(self, engine: ManagedEngine) -> None:
-        if engine.routed:
-            engine.routed = False
-            await self._router.remove(engine.endpoint.url, TAKE_BACK_TIMEOUT_S)
+            await self._drop(await on_each(torn, one), _by_id(torn))
 
     def _end(self, lease_id: str, how: str) -> None:
         self._book.end(lease_id, how)
         self._expiry.cancel()
+
+    def _signal_end(self) -> None:
+        self.ends += 1
+        ended, self._ended = self._ended, anyio.Event()
+        ended.set()
 
     async def _expire(self, lease: UpdateLease, scope: anyio.CancelScope) -> None:
         with scope:
@@ -287,53 +327,12 @@ class WeightUpdates:
             async with self._lock:
                 if self._book.has_ended(lease.lease_id):
                     return
-                leased = [self._engines[endpoint.engine_id] for endpoint in lease.engines]
+                leased = self._leased(lease).values()
                 await self._give_up(lease, leased, f"it passed its deadline of {self._config.lease_timeout_s:g} s")
 
 
-async def _close_session(engine: ManagedEngine, *, restored: str | None) -> None:
-    """Ends a session that may not be open, and the pause. Without a version to go back to, its requests are aborted."""
-    client = engine.client
-    try:
-        await client.end_weight_update()
-    except EngineRequestError as error:
-        if error.status != 400:  # 400: no session is open
-            raise
-    if restored is not None:
-        await client.set_version(restored)
-    else:
-        await client.abort_all()
-    await _resume(engine)
-    if restored is None:
-        # Requests that waited in the HTTP server while it was paused enter the scheduler only now.
-        await client.abort_all()
-
-
-async def _resume(engine: ManagedEngine) -> None:
-    if not engine.offloaded:
-        await engine.client.resume()
-
-
-async def _on_each(
-    engines: Iterable[ManagedEngine], step: Callable[[ManagedEngine], Awaitable[None]]
-) -> dict[str, str]:
-    """Takes `step` on all engines at once; engine id → reason for those that failed."""
-    failed: dict[str, str] = {}
-
-    async def one(engine: ManagedEngine) -> None:
-        try:
-            await step(engine)
-        except (EngineError, TimeoutError) as error:
-            failed[engine.engine_id] = _reason(error)
-
-    async with anyio.create_task_group() as task_group:
-        for engine in engines:
-            task_group.start_soon(one, engine)
-    return failed
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _by_id(engines: Iterable[ManagedEngine]) -> dict[str, ManagedEngine]:
+    return {engine.engine_id: engine for engine in engines}
 
 
 def _told(failed: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import anyio
 import pytest
+from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlacement
@@ -75,18 +76,26 @@ def cpu_layout(engines: int) -> ProcessLayout:
 
 @pytest.fixture
 def start_fleet(tmp_path: Path) -> StartFleet:
-    """Starts a controller over `engines` scripted engines; what it raises into its task group lands in `failures`."""
+    """Starts a controller over `engines` scripted engines; what it raises into its task group lands in `failures`.
+
+    `restarts`: how often a process that ended is started again.
+    """
 
     @asynccontextmanager
     async def start(
-        engines: int = 1, *, prepare: Callable[[Fleet], None] | None = None, **config: dict[str, Any]
+        engines: int = 1,
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+        prepare: Callable[[Fleet], None] | None = None,
+        restarts: int = 0,
+        **config: dict[str, Any],
     ) -> AsyncIterator[Fleet]:
-        scripts = [ScriptedEngine() for _ in range(engines)]
+        scripts = [ScriptedEngine(tensors) for _ in range(engines)]
         router = ScriptedRouter()
         host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
         events = EventLog(None)
         controller = InferenceController(
-            Config.model_validate(config),
+            Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
             host=cast(EngineHost, host),
             events=events,
             layout=cpu_layout(engines),

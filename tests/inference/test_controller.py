@@ -71,7 +71,7 @@ async def test_an_engine_that_refuses_to_generate_says_why_when_its_time_is_up(s
 
 
 async def test_a_dead_engine_leaves_the_router_and_the_others_serve(start_fleet: StartFleet) -> None:
-    async with start_fleet(2, engine={"max_restarts": 0}) as fleet:
+    async with start_fleet(2) as fleet:
         await publish(fleet, "0.0")
         assert len(fleet.router.workers) == 2
         await fleet.host.kill("engine-0")
@@ -83,7 +83,7 @@ async def test_a_dead_engine_leaves_the_router_and_the_others_serve(start_fleet:
 
 
 async def test_giving_up_the_last_engine_ends_the_job_with_its_log(start_fleet: StartFleet) -> None:
-    async with start_fleet(1, engine={"max_restarts": 0}) as fleet:
+    async with start_fleet(1) as fleet:
         await publish(fleet, "0.0")
         await fleet.host.kill("engine-0")
         await eventually(lambda: bool(fleet.failures))
@@ -94,7 +94,7 @@ async def test_giving_up_the_last_engine_ends_the_job_with_its_log(start_fleet: 
 
 
 async def test_giving_up_the_router_ends_the_job(start_fleet: StartFleet) -> None:
-    async with start_fleet(1, engine={"max_restarts": 0}) as fleet:
+    async with start_fleet(1) as fleet:
         await publish(fleet, "0.0")
         await fleet.host.kill("router")
         await eventually(lambda: bool(fleet.failures))

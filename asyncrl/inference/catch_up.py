@@ -1,0 +1,96 @@
+"""Brings an engine that joins late to the published weights, without disturbing the others.
+
+Invariants
+- The engine serves only if, at that moment, it holds the published version and no publication is under way: one that
+  began without it would otherwise leave it behind.
+- Where newer weights were published meanwhile it starts over; where it was taken into a publication there is nothing
+  to do.
+"""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from asyncrl.data.fleet import EngineState
+from asyncrl.errors import EngineError, WeightUpdateError
+from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.events import EngineCaughtUp
+from asyncrl.inference.updates import Published, Quarantine, WeightUpdates
+from asyncrl.inference.verify import abbreviate, unreceived
+from asyncrl.observability.events import EventLog
+
+_log = structlog.get_logger(__name__)
+
+
+class CatchUp:
+    """The way of a restarted engine to the published version."""
+
+    def __init__(
+        self,
+        updates: WeightUpdates,
+        *,
+        verify: bool,
+        quarantine: Quarantine,
+        events: EventLog,
+    ) -> None:
+        self._updates = updates
+        self._verify = verify
+        self._quarantine = quarantine
+        self._events = events
+
+    async def keep(self, engine: ManagedEngine) -> None:
+        """Brings `engine` to the published version whenever it waits for weights outside of a publication."""
+        seen = self._updates.ends
+        await self._bring(engine)
+        while True:
+            await self._updates.next_end(seen)
+            seen = self._updates.ends
+            await self._bring(engine)
+
+    async def _bring(self, engine: ManagedEngine) -> None:
+        """Returns when `engine` serves, or when it is left to the next publication."""
+        began = anyio.current_time()
+        while True:
+            published = self._updates.published
+            if published is None or engine.state is not EngineState.PENDING_WEIGHTS or self._updates.open_lease:
+                return
+            if published.directory is None:
+                _log.warning("waits for the next publication", engine=engine.engine_id, reason="no copy was kept")
+                return
+            if await self._load(engine, published) and await self._updates.admit(engine, published.version):
+                break
+        self._events.emit(
+            EngineCaughtUp(
+                engine=engine.engine_id,
+                generation=engine.endpoint.generation,
+                version=published.version,
+                seconds=anyio.current_time() - began,
+            )
+        )
+
+    async def _load(self, engine: ManagedEngine, published: Published) -> bool:
+        """False: it could not, and newer weights or its own end are the next thing to look at."""
+        engine.move(EngineState.UPDATING, f"catching up with weights {published.version}")
+        client = engine.client
+        try:
+            await client.set_version(f"torn:{published.version}")
+            baseline = None
+            if self._verify:
+                await client.check_weights("reset_tensors")
+                baseline = await client.check_weights("checksum")
+            await client.update_from_disk(str(published.directory))
+            if baseline is not None:
+                names = unreceived(baseline, await client.check_weights("checksum"))
+                if names:
+                    raise WeightUpdateError(f"it loaded {published.directory} but not {abbreviate(names)}")
+            await client.set_version(published.version)
+        except (EngineError, WeightUpdateError) as error:
+            if engine.state is not EngineState.UPDATING:
+                return False
+            if self._updates.published is not published:  # its files may be gone
+                engine.move(EngineState.PENDING_WEIGHTS, "newer weights were published")
+                return False
+            await self._quarantine(engine, f"it could not catch up with weights {published.version}: {error}")
+            return False
+        return engine.state is EngineState.UPDATING

@@ -1,0 +1,226 @@
+"""One served model: its engines, their router, and whoever keeps them running.
+
+Invariants
+- What makes the group unable to serve raises EngineError into the task group: an engine that fails at its first start,
+  a router that is given up, the last engine given up. Other waiters get the same error from `check`.
+- An engine that is given up, or asked to stop, leaves the others alone.
+- `stop` ends every process and forgets what they left in shared memory, whatever happened before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from asyncrl.config import Config
+from asyncrl.data.fleet import EngineState
+from asyncrl.errors import EngineError
+from asyncrl.host import ProcessSpec
+from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.engine_keeper import EngineKeeper
+from asyncrl.inference.events import FleetReady
+from asyncrl.inference.lifecycle import ROUTABLE, UPDATABLE
+from asyncrl.inference.restarts import RestartPolicy
+from asyncrl.inference.router_keeper import RouterKeeper
+from asyncrl.inference.routing import Routing
+from asyncrl.inference.scratch import unlink
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
+
+_log = structlog.get_logger(__name__)
+
+
+class EngineGroup:
+    """The engines that serve one model, behind one router."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        *,
+        host: EngineHost,
+        routing: Routing,
+        router_spec: ProcessSpec,
+        events: EventLog,
+        task_group: TaskGroup,
+        catch_up: Callable[[ManagedEngine], Awaitable[None]],
+    ) -> None:
+        """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives."""
+        self.name = name
+        self.engines: list[ManagedEngine] = []
+        """All that were ever started, in the order of their start."""
+        self.start_s: float | None = None
+        """From `start` to the last engine's first generation; None before."""
+        self.routing = routing
+        self._config = config
+        self._host = host
+        self._events = events
+        self._task_group = task_group
+        self._catch_up = catch_up
+        self._policy = RestartPolicy(config.engine.max_restarts, config.engine.restart_window_s)
+        self._keepers: dict[str, EngineKeeper] = {}
+        self._router = RouterKeeper(
+            routing,
+            router_spec,
+            host=host,
+            engines=self.engines,
+            policy=self._policy,
+            health=config.health,
+            start_timeout_s=config.router.start_timeout_s,
+            events=events,
+            on_answer=self._notify,
+        )
+        self._given_up: set[str] = set()
+        self._failure: EngineError | None = None
+        self._stopping = False
+        self._changed = anyio.Event()
+        self._started_at = anyio.current_time()
+
+    # processes
+
+    def start_router(self) -> None:
+        self._task_group.start_soon(self._watched, self._router.run, name=f"keep the router of {self.name}")
+
+    def start_engine(self, engine: ManagedEngine, spec: ProcessSpec) -> None:
+        """Starts a new engine, or one that was stopped, and keeps it running."""
+        if engine.state is EngineState.STOPPED:
+            engine.renew()
+        if engine not in self.engines:
+            self.engines.append(engine)
+            engine.on_move = self._notify
+        keeper = self._keepers[engine.engine_id] = EngineKeeper(
+            engine,
+            spec,
+            host=self._host,
+            routing=self.routing,
+            policy=self._policy,
+            health=self._config.health,
+            start_timeout_s=self._config.engine.start_timeout_s,
+            events=self._events,
+            on_ready=self._engine_generated,
+            catch_up=self._catch_up,
+        )
+        self._given_up.discard(engine.engine_id)
+        self._task_group.start_soon(self._watched, self._keep, keeper, name=f"keep {engine.engine_id}")
+
+    async def stop_engine(self, engine: ManagedEngine) -> None:
+        """Ends an engine for good."""
+        await self._keepers[engine.engine_id].stop()
+        unlink(engine.shared_memory)
+
+    async def quarantine(self, engine: ManagedEngine, reason: str) -> None:
+        """Takes an engine that cannot be trusted out of service; it is started again."""
+        await self._keepers[engine.engine_id].quarantine(reason)
+
+    async def stop(self) -> None:
+        """Ends the router, then the engines; none of it counts as a failure."""
+        self._stopping = True
+        self._notify()
+        await self._router.stop()
+        async with anyio.create_task_group() as task_group:
+            for engine in self.engines:
+                task_group.start_soon(self.stop_engine, engine)
+
+    def pause_health(self, paused: bool) -> None:
+        """Probes are made only while not `paused`."""
+        for keeper in self._keepers.values():
+            keeper.health_paused = paused
+
+    @property
+    def restarts(self) -> int:
+        """Of engines and router, so far."""
+        return self._router.restarts + sum(keeper.restarts for keeper in self._keepers.values())
+
+    # waiting for it
+
+    def check(self) -> None:
+        """Raises EngineError once the group cannot serve any more."""
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping:
+            raise EngineError("the fleet has been disposed of")
+
+    async def wait_ready(self) -> None:
+        """Returns when the router answers and every engine has generated; each start has its own deadline."""
+        await self._wait(lambda: self._router.answers and all(k.has_generated for k in self._expected()), "first start")
+
+    async def wait_serving(self, purpose: str) -> None:
+        """Returns when some engine serves; waits for engines that are being brought back."""
+        await self._wait(lambda: any(e.routed and e.state in ROUTABLE for e in self.engines), purpose)
+
+    async def wait_updatable(self, number: int, purpose: str) -> None:
+        """Returns when `number` engines (or all that are wanted, if fewer) can take weights."""
+
+        def enough() -> bool:
+            able = sum(engine.state in UPDATABLE for engine in self.engines)
+            return able > 0 and able >= min(number, len(self._expected()))
+
+        await self._wait(enough, purpose)
+
+    async def wait_recovered(self) -> None:
+        """Returns when every engine that is wanted serves."""
+        await self._wait(lambda: all(k.engine.state in ROUTABLE for k in self._expected()), "recovery")
+
+    def states(self) -> str:
+        """`engine-0 is dead (why); engine-1 is starting`."""
+        told = (f"{e.engine_id} is {e.state}" + ("" if e.failure is None else f" ({e.failure})") for e in self.engines)
+        return "; ".join(told)
+
+    def _expected(self) -> list[EngineKeeper]:
+        return [k for k in self._keepers.values() if k.wanted and k.engine.engine_id not in self._given_up]
+
+    async def _wait(self, satisfied: Callable[[], bool], purpose: str) -> None:
+        timeout_s = self._config.engine.start_timeout_s + self._config.router.start_timeout_s
+        try:
+            with waiting(purpose, self.name, timeout_s):
+                while True:
+                    self.check()
+                    if satisfied():
+                        return
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise EngineError(f"{error}: {self.states()}") from error
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # failures
+
+    async def _keep(self, keeper: EngineKeeper) -> None:
+        try:
+            await keeper.run()
+        except EngineError as error:
+            engine_id = keeper.engine.engine_id
+            self._given_up.add(engine_id)
+            job_starts = self.start_s is None
+            if job_starts or not self._expected():
+                raise
+            _log.error("an engine was given up; the others go on", engine=engine_id, reason=str(error))
+            self._notify()
+
+    async def _watched(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
+        failure: BaseException | None = None
+        try:
+            await run(*args)
+        except* EngineError as group:  # also the host's own: it is gone, and the processes with it
+            failure = group
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if isinstance(failure, EngineError) and not self._stopping:
+            self._failure = self._failure or failure
+            self._notify()
+            raise failure
+
+    def _engine_generated(self) -> None:
+        if self.start_s is None and all(keeper.has_generated for keeper in self._keepers.values()):
+            self.start_s = anyio.current_time() - self._started_at
+            self._events.emit(FleetReady(engines=len(self._keepers), seconds=self.start_s))
+        self._notify()

@@ -1,0 +1,74 @@
+"""The update session of single engines: opened, closed, given up. No order between engines, no state of the fleet.
+
+Invariants
+- `open_session` = pause (running requests keep their tokens) → stamp `torn:<version>` → open.
+- `close_session` leaves an engine that goes on: unpaused, without a session, whatever state it was found in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+import anyio
+
+from asyncrl.errors import EngineError
+from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.engine_api import EngineRequestError
+
+
+async def open_session(engine: ManagedEngine, version: str, *, verify: bool) -> None:
+    """Makes `engine` ready to receive. To `verify`, one without weights of this run is given a baseline first."""
+    if "weights" in engine.offloaded:
+        raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
+    client = engine.client
+    if not engine.offloaded:
+        await client.pause("retract")
+    await client.set_version(f"torn:{version}")
+    await client.begin_weight_update()
+    if engine.version is None and verify:
+        await client.check_weights("reset_tensors")
+        engine.baseline = await client.check_weights("checksum")
+
+
+async def close_session(engine: ManagedEngine, *, restored: str | None) -> None:
+    """Ends a session that may not be open, and the pause. Without a version to go back to, its requests are aborted."""
+    client = engine.client
+    try:
+        await client.end_weight_update()
+    except EngineRequestError as error:
+        if error.status != 400:  # 400: no session is open
+            raise
+    if restored is not None:
+        await client.set_version(restored)
+    else:
+        await client.abort_all()
+    await resume(engine)
+    if restored is None:
+        # Requests that waited in the HTTP server while it was paused enter the scheduler only now.
+        await client.abort_all()
+
+
+async def resume(engine: ManagedEngine) -> None:
+    """Ends the pause, unless memory of the engine is still away."""
+    if not engine.offloaded:
+        await engine.client.resume()
+
+
+async def on_each(engines: Iterable[ManagedEngine], step: Callable[[ManagedEngine], Awaitable[None]]) -> dict[str, str]:
+    """Takes `step` on all engines at once; engine id → reason for those that failed."""
+    failed: dict[str, str] = {}
+
+    async def one(engine: ManagedEngine) -> None:
+        try:
+            await step(engine)
+        except (EngineError, TimeoutError) as error:
+            failed[engine.engine_id] = reason_of(error)
+
+    async with anyio.create_task_group() as task_group:
+        for engine in engines:
+            task_group.start_soon(one, engine)
+    return failed
+
+
+def reason_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
