@@ -2,14 +2,23 @@
 
 Invariants
 - No two reservations overlap, within this process or between jobs of this machine, and none overlaps a port that is
-  in use: every port is bound while it is chosen, and stays bound (not listening) until `release`.
+  in use: every port is bound while it is chosen, and stays bound (not listening) until `release`. There is no moment
+  between the choice and the server's own bind in which somebody could be handed the port.
 - A reserved port can still be bound by the server it is meant for: both sides set SO_REUSEADDR, and Linux lets several
-  such sockets bind a port while none of them listens.
-- Chosen ports lie below the kernel's ephemeral range, so no outgoing connection takes one in between.
+  such sockets bind a port while none of them listens. So an engine that restarts finds its ports too.
+- Chosen ports lie outside the kernel's ephemeral range where that leaves room. Where it does not, the reservation is
+  enough: the kernel hands out no port that is bound.
 
-One SGLang port begets others (sglang 0.5.23, `PortArgs.init_new`): the torch.distributed rendezvous (`--nccl-port`),
-the engine-info server (`--engine-info-bootstrap-port`), and with DP attention eight ports from port + 233 on. They are
-reserved together.
+What a reservation cannot stop is a stranger that asks for this very number and sets SO_REUSEADDR. The server then ends
+at its start, and `exchange` finds out and gives it other ports.
+
+What an engine of sglang 0.5.23 binds, for one node without data parallelism (`PortArgs.init_new` and what calls it):
+- `--port`: HTTP, metrics included. `--nccl-port`: the rendezvous of its ranks.
+- `--engine-info-bootstrap-port`: only where weights are seeded through a transfer engine; by default 6789 for all.
+- from `--port` + 233 on, only with DP attention: another rendezvous and six message sockets. Reserved all the same.
+- numbers that it lets the kernel choose, and so never collide: gloo, and a message queue between tensor-parallel ranks.
+- Unix sockets in TMPDIR for the messages between tokenizer, scheduler and detokenizer.
+Other ports (gRPC, gated launch, disaggregation) have to be asked for, and the configuration refuses them.
 """
 
 from __future__ import annotations
@@ -23,11 +32,25 @@ from pathlib import Path
 from asyncrl.errors import ConfigError, EngineError
 
 LOWEST_PORT = 20000
+HIGHEST_PORT = 65535
+_ROOM = 4096
+"""Ports that must lie on one side of the ephemeral range for it to be avoided."""
 _ATTEMPTS = 512
 _DERIVED_DELTA = 233
 """SGLang's ZMQ_TCP_PORT_DELTA."""
 _DERIVED_COUNT = 8
-"""Rendezvous, five message sockets, load collector, and one spare."""
+"""Rendezvous, six message sockets of which one is unused, and one spare."""
+_LINUX_EPHEMERAL = range(32768, 61000)
+
+
+def port_range(ephemeral: range) -> range:
+    """Ports to choose from, where the kernel hands out those in `ephemeral` by itself."""
+    below = range(LOWEST_PORT, min(ephemeral.start, HIGHEST_PORT + 1))
+    above = range(max(ephemeral.stop, LOWEST_PORT), HIGHEST_PORT + 1)
+    for side in (below, above):
+        if len(side) >= _ROOM:
+            return side
+    return range(LOWEST_PORT, HIGHEST_PORT + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,40 +75,53 @@ class EnginePorts:
 class PortAllocator:
     """Hands out reserved ports; `close` gives all back."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, ports: range | None = None) -> None:
+        """`ports`: where to choose; None avoids the kernel's ephemeral range."""
         self._held: dict[int, socket.socket] = {}
         self._random = random.Random(seed)  # not for secrets: spreads jobs over the range
-        self._highest = _ephemeral_low() - 1
+        self._ports = port_range(_ephemeral()) if ports is None else ports
 
     def engine(self) -> EnginePorts:
         """Ports of one more engine; raises EngineError where the machine has no free block left."""
+        bases = self._ports[: -_DERIVED_DELTA - _DERIVED_COUNT]
         for _ in range(_ATTEMPTS):
-            ports = EnginePorts.from_base(
-                self._random.randint(LOWEST_PORT, self._highest - _DERIVED_DELTA - _DERIVED_COUNT)
-            )
+            ports = EnginePorts.from_base(self._random.choice(bases))
             if self._reserve(ports.all):
                 return ports
-        raise EngineError(f"no free ports for an engine between {LOWEST_PORT} and {self._highest}; end other jobs here")
+        raise EngineError(f"no free ports for an engine in {self._where}; end other jobs on this machine")
+
+    def exchange(self, ports: EnginePorts) -> EnginePorts:
+        """For an engine that is to start again: `ports`, or others where a stranger listens on one of them."""
+        if not any(map(_listened_on, ports.all)):
+            return ports
+        self.release(ports.all)
+        return self.engine()
 
     def single(self) -> int:
         """One free port."""
         for _ in range(_ATTEMPTS):
-            port = self._random.randint(LOWEST_PORT, self._highest)
+            port = self._random.choice(self._ports)
             if self._reserve((port,)):
                 return port
-        raise EngineError(f"no free port between {LOWEST_PORT} and {self._highest}; end other jobs on this machine")
+        raise EngineError(f"no free port in {self._where}; end other jobs on this machine")
 
     def given(self, port: int, field: str) -> int:
-        """Reserves the port that config field `field` asks for; raises ConfigError where something listens on it."""
+        """Reserves the port that config field `field` asks for; raises ConfigError where somebody has it."""
+        if self._reserve((port,)):
+            return port
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
         try:
             sock.bind(("0.0.0.0", port))
+            # Bound by nobody that the kernel lists: another job keeps it reserved.
+            reason = None if _has_connections(port) else "another job reserved it"
         except OSError as error:
+            reason = error.strerror
+        if reason is not None:
             sock.close()
             raise ConfigError(
-                f"{field}: port {port} is taken ({error.strerror}); choose another, or leave {field} out for a free one"
-            ) from error
+                f"{field}: port {port} is taken ({reason}); choose another, or leave {field} out for a free one"
+            )
         self._held[port] = sock
         return port
 
@@ -98,6 +134,10 @@ class PortAllocator:
     def close(self) -> None:
         """Releases everything; may be called twice."""
         self.release(tuple(self._held))
+
+    @property
+    def _where(self) -> str:
+        return f"{self._ports[0]} to {self._ports[-1]}"
 
     def _reserve(self, ports: Iterable[int]) -> bool:
         taken: dict[int, socket.socket] = {}
@@ -125,8 +165,33 @@ def _bind_exclusively(port: int) -> socket.socket | None:
     return sock
 
 
-def _ephemeral_low() -> int:
+def _listened_on(port: int) -> bool:
+    """Whether a server would be refused this port of ours."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("0.0.0.0", port))
+        except OSError:
+            return True
+        return False
+
+
+def _has_connections(port: int) -> bool:
+    """Whether the kernel lists a connection of this port, dying ones included; a socket that is only bound is none."""
+    suffix = f":{port:04X}"
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        if any(row.split()[1].endswith(suffix) for row in rows):
+            return True
+    return False
+
+
+def _ephemeral() -> range:
     try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32768
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return _LINUX_EPHEMERAL
+    return range(low, high + 1)

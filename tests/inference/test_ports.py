@@ -1,22 +1,62 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ConfigError
-from asyncrl.inference.ports import EnginePorts, PortAllocator
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.inference.ports import HIGHEST_PORT, LOWEST_PORT, EnginePorts, PortAllocator, port_range
 
 ENGINES = 4
+ROUNDS = 200
+
+GRABBER = """
+import socket, sys
+
+def grab(reuse):
+    sock = socket.socket()
+    if reuse:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    client = socket.create_connection(sock.getsockname())
+    return sock, client
+
+print("ready", flush=True)
+grabbed = 0
+while True:
+    held = [grab(index % 2 == 0) for index in range(50)]
+    grabbed += len(held)
+    for pair in held:
+        for sock in pair:
+            sock.close()
+"""
+"""Takes whatever ports the kernel gives, for listeners with and without SO_REUSEADDR and for connections."""
 
 
 @pytest.fixture
-def allocator():
+def allocator() -> Iterator[PortAllocator]:
     allocator = PortAllocator()
     yield allocator
     allocator.close()
+
+
+@contextmanager
+def grabber() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", GRABBER], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield
+        assert process.poll() is None, "it ended by itself"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def serve(port: int) -> socket.socket:
@@ -28,15 +68,65 @@ def serve(port: int) -> socket.socket:
     return sock
 
 
+def bind_everything(ports: range | None) -> None:
+    """One round: a router and its engines bind all that was reserved for them, and once more after a restart."""
+    allocator = PortAllocator(ports=ports)
+    reserved = [port for _ in range(ENGINES) for port in allocator.engine().all] + [
+        allocator.single() for _ in range(2)
+    ]
+    assert len(set(reserved)) == len(reserved) == 11 * ENGINES + 2
+    for _ in range(2):
+        with ExitStack() as servers:
+            for port in reserved:
+                servers.enter_context(serve(port))
+    allocator.close()
+
+
 def test_four_engines_can_bind_all_their_ports_in_two_hundred_rounds() -> None:
-    for _ in range(200):
-        allocator = PortAllocator()
-        ports = [port for _ in range(ENGINES) for port in allocator.engine().all] + [allocator.single()]
-        assert len(set(ports)) == len(ports)
-        servers = [serve(port) for port in ports]
-        for server in servers:
-            server.close()
-        allocator.close()
+    for _ in range(ROUNDS):
+        bind_everything(None)
+
+
+@pytest.mark.parametrize("ports", [None, range(34000, 60000)], ids=["outside", "inside the ephemeral range"])
+def test_another_process_that_grabs_ports_all_the_time_gets_none_that_is_reserved(ports: range | None) -> None:
+    with grabber():
+        for _ in range(ROUNDS // 2):
+            bind_everything(ports)
+
+
+@pytest.mark.parametrize(
+    ("ephemeral", "expected"),
+    [
+        (range(32768, 61000), range(LOWEST_PORT, 32768)),
+        (range(1024, 65536), range(LOWEST_PORT, HIGHEST_PORT + 1)),
+        (range(10000, 40000), range(40000, HIGHEST_PORT + 1)),
+        (range(21000, 65000), range(LOWEST_PORT, HIGHEST_PORT + 1)),
+        (range(1024, 5000), range(LOWEST_PORT, HIGHEST_PORT + 1)),
+    ],
+)
+def test_ports_are_chosen_where_the_kernel_does_not(ephemeral: range, expected: range) -> None:
+    assert port_range(ephemeral) == expected
+
+
+def test_a_machine_without_free_ports_is_an_error_that_says_where(allocator: PortAllocator) -> None:
+    port = allocator.single()
+    crowded = PortAllocator(ports=range(port, port + 1))
+    with pytest.raises(EngineError, match=rf"no free port in {port} to {port}"):
+        crowded.single()
+
+
+def test_an_engine_gets_other_ports_only_when_a_stranger_sits_on_its_own(allocator: PortAllocator) -> None:
+    ports = allocator.engine()
+    assert allocator.exchange(ports) == ports
+    with serve(ports.nccl):
+        others = allocator.exchange(ports)
+        assert not set(others.all) & set(ports.all)
+    # What was given back is free for anyone, what is held is not.
+    for port in (ports.http, *ports.all[3:]):
+        with socket.socket() as sock:
+            sock.bind(("0.0.0.0", port))
+    with socket.socket() as sock, pytest.raises(OSError):
+        sock.bind(("0.0.0.0", others.http))
 
 
 def test_a_reserved_port_is_refused_to_other_jobs(allocator: PortAllocator) -> None:
@@ -64,6 +154,28 @@ def test_a_port_that_is_taken_is_named_with_its_field(allocator: PortAllocator) 
     with pytest.raises(ConfigError, match=rf"router\.port: port {port} is taken .* leave router\.port out"):
         allocator.given(port, "router.port")
     server.close()
+    assert allocator.given(port, "router.port") == port
+
+
+def test_a_port_that_another_job_reserved_is_taken_though_nobody_listens_yet(allocator: PortAllocator) -> None:
+    port = allocator.single()
+    other = PortAllocator()
+    with pytest.raises(ConfigError, match=rf"router\.port: port {port} is taken \(another job reserved it\)"):
+        other.given(port, "router.port")
+    allocator.release((port,))
+    assert other.given(port, "router.port") == port
+    other.close()
+
+
+def test_a_given_port_may_have_connections_that_are_still_dying(allocator: PortAllocator) -> None:
+    port = allocator.single()
+    with serve(port) as server, socket.create_connection(("127.0.0.1", port)) as client:
+        accepted, _ = server.accept()
+        accepted.close()  # the side that closes first keeps TIME_WAIT
+        assert client.recv(1) == b""
+    allocator.release((port,))
+    with socket.socket() as sock, pytest.raises(OSError):
+        sock.bind(("0.0.0.0", port))
     assert allocator.given(port, "router.port") == port
 
 
