@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -133,6 +133,39 @@ class _TerminalHandler(_RecordHandler):
             self._writer.write(human_line(self.record(record), color=self._color))
         except Exception:  # as above
             self.handleError(record)
+
+
+class _ForwardingHandler(_RecordHandler):
+    def __init__(self, send: Callable[[dict[str, Any]], bool], otherwise: Sequence[logging.Handler], rank: int) -> None:
+        super().__init__(rank, "driver")
+        self._send = send
+        self._otherwise = otherwise
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if not self._send(self.record(record)):
+                for handler in self._otherwise:
+                    handler.handle(record)
+        except Exception:  # as above
+            self.handleError(record)
+
+
+@contextmanager
+def forwarded(send: Callable[[dict[str, Any]], bool], *, rank: int) -> Iterator[None]:
+    """Gives warnings and worse to `send` in place of the terminal, which belongs to rank 0 and its live table.
+
+    Where `send` returns False, nobody takes them any more, and they go to the terminal after all.
+    """
+    root = logging.getLogger()
+    before = root.handlers[:]
+    terminals = [handler for handler in before if isinstance(handler, _TerminalHandler)]
+    forwarding = _ForwardingHandler(send, terminals, rank)
+    forwarding.setLevel(logging.WARNING)
+    root.handlers[:] = [*(handler for handler in before if handler not in terminals), forwarding]
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
 
 
 def _as_record(

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from asyncrl.config import Config
 from asyncrl.errors import TrainerError
+from asyncrl.observability.logging import forwarded
 from asyncrl.training.command_channel import CommandChannel
 from asyncrl.training.commands import RankState, Shutdown, TrainerFactory
 from asyncrl.training.layout import RankLayout
@@ -115,6 +116,13 @@ def serve_rank(config: Config, make_trainer: TrainerFactory, environment: RankEn
     store = rendezvous(environment, config.train.init_timeout_s)
     address = LinkAddress.decode(store.get(_LINK_KEY).decode())
     link = LinkClient(address, environment.rank, config.train.init_timeout_s)
+    with forwarded(link.say, rank=environment.rank):
+        _serve(config, make_trainer, environment, store, link)
+
+
+def _serve(
+    config: Config, make_trainer: TrainerFactory, environment: RankEnvironment, store: Store, link: LinkClient
+) -> None:
     seq = 0
     try:
         channel = join_process_groups(environment, store, config.train.step_timeout_s)

@@ -12,15 +12,17 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -35,6 +37,8 @@ SILENCE_S = 60.0
 ORPHAN_GRACE_S = 2.0
 _MAX_LINE_BYTES = 1 << 20
 _FRAMES = 8
+_MAX_TEXT = 20_000
+"""Characters of one field of a forwarded log record."""
 
 _log = structlog.get_logger(__name__)
 
@@ -72,6 +76,13 @@ class Stack(msgspec.Struct, frozen=True, tag=True):
     frames: str
 
 
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """A warning of the rank, or worse, for rank 0 to log as if it were its own."""
+
+    record: dict[str, str | float]
+    """Fields of the log record; `level` and `event` are among them."""
+
+
 class AskStack(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 wants a Stack."""
 
@@ -80,7 +91,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The job is over; leave."""
 
 
-_FromRank = Hello | Beat | Done | Failed | Stack
+_FromRank = Hello | Beat | Done | Failed | Stack | Said
 _ToRank = AskStack | End
 _decode_from_rank = msgspec.json.Decoder(_FromRank).decode
 _decode_to_rank = msgspec.json.Decoder(_ToRank).decode
@@ -211,6 +222,12 @@ class LinkServer:
                 self.stacks[rank] = frames
                 if self.stacks.keys() >= self._streams.keys():
                     self._stacks_complete.set()
+            case Said(record=record):
+                fields: dict[str, Any] = dict(record)
+                level = logging.getLevelNamesMapping().get(str(fields.pop("level", "")).upper(), logging.WARNING)
+                event = fields.pop("event", "")
+                _log.log(level, event, **{**fields, "rank": rank})
+                return
             case _:
                 return
         self._on_change()
@@ -243,6 +260,14 @@ class LinkClient:
         line = msgspec.json.encode(message) + b"\n"
         with self._lock, suppress(OSError):
             self._socket.sendall(line)
+
+    def say(self, record: Mapping[str, Any]) -> bool:
+        """Has rank 0 log `record`; False when it is gone or has ended the job."""
+        if self.ended.is_set():
+            return False
+        shown = {k: v if isinstance(v, float | int) else str(v)[:_MAX_TEXT] for k, v in record.items()}
+        self.send(Said(shown))
+        return True
 
     def close(self) -> None:
         """An orderly end: the listener no longer ends the process."""

@@ -40,6 +40,7 @@ from asyncrl.training.rank import RankEnvironment, announce_link, join_process_g
 from asyncrl.training.rank_link import LinkAddress, LinkServer, RankFailure, describe
 from asyncrl.training.trainer_thread import Job, TrainerThread, TrainerThreadStatistics
 from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import Fleet, PublicationReport, publish
 from asyncrl.weights.transfer import Sink, Transport
 
@@ -81,6 +82,7 @@ class TrainGroup:
         events: EventLog,
         fleet: Fleet | None = None,
         transport: Transport | None = None,
+        copies: Copies | None = None,
         environment: RankEnvironment | None = None,
     ) -> None:
         self._config = config
@@ -88,6 +90,7 @@ class TrainGroup:
         self._events = events
         self._fleet = fleet
         self._transport = transport
+        self._copies = copies
         self._environment = environment or RankEnvironment.from_environ()
         self._thread = TrainerThread()
         self._state = RankState(config, self._environment.layout(config), make_trainer)
@@ -162,6 +165,7 @@ class TrainGroup:
             version=f"{self._events.attempt}.{step}",
             attempts=self._config.weights.attempts,
             events=self._events,
+            copies=self._copies,
         )
 
     async def export_hf(self, directory: Path) -> None:

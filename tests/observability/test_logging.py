@@ -15,7 +15,7 @@ import structlog
 from blockbuster import BlockBuster
 
 from asyncrl.errors import RunDirectoryError
-from asyncrl.observability.logging import get_logger, human_line, logging_to
+from asyncrl.observability.logging import forwarded, get_logger, human_line, logging_to
 from asyncrl.observability.terminal import TerminalWriter
 
 
@@ -34,6 +34,29 @@ def test_people_and_programs_get_the_same_event(tmp_path: Path) -> None:
         "component": "controller", "event": "router is up", "port": 31000,
     }  # fmt: skip
     assert terminal.getvalue()[8:] == " controller: router is up  port=31000\n"
+
+
+def test_what_is_forwarded_comes_to_the_terminal_only_where_nobody_takes_it() -> None:
+    taken: list[dict[str, Any]] = []
+    terminal, takes = io.StringIO(), True
+
+    def send(record: dict[str, Any]) -> bool:
+        taken.append(record)
+        return takes
+
+    with logging_to(None, rank=3, stream=terminal) as writer, forwarded(send, rank=3):
+        log = get_logger("trainer")
+        log.info("of no interest")
+        log.warning("odd", step=4)
+        takes = False
+        log.error("lost")
+        writer.flush(5.0)
+    assert [(record["rank"], record["level"], record["event"]) for record in taken] == [
+        (3, "warning", "odd"),
+        (3, "error", "lost"),
+    ]
+    assert taken[0]["step"] == 4
+    assert terminal.getvalue()[8:] == " trainer (rank 3): error: lost\n"
 
 
 def test_the_standard_library_and_warnings_are_routed_in(tmp_path: Path) -> None:

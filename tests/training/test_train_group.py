@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import os
 import threading
 import time
@@ -12,11 +14,13 @@ from typing import Any
 
 import anyio
 import pytest
+import structlog
 import torch
 from torch import Tensor
 
 from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.logging import logging_to
 from asyncrl.training.train_group import TrainGroup
 from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
 
@@ -199,6 +203,25 @@ def test_every_rank_knows_the_run_directory_that_rank_zero_took(tmp_path: Path) 
 
     run_world(scenario, on_init=note_directory)
     assert {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "taken-2")}
+
+
+def test_a_warning_of_another_rank_is_logged_by_rank_zero(tmp_path: Path) -> None:
+    def warn() -> None:
+        logging.getLogger("some.library").warning("the %s is odd", "shape")
+        structlog.get_logger("asyncrl.trainer").warning("a slow step", seconds=3.5, shape=(1, 2))
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        with logging_to(tmp_path):
+            await group.init()
+            await group.train(0, make_batch())
+
+    run_world(scenario, faults={(1, "train"): warn})
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "driver.jsonl").read_text().splitlines()]
+    assert [(line["rank"], line["level"], line["event"]) for line in lines] == [
+        (1, "warning", "the shape is odd"),
+        (1, "warning", "a slow step"),
+    ]
+    assert (lines[1]["seconds"], lines[1]["shape"]) == (3.5, "(1, 2)")
 
 
 class Unclosable:

@@ -27,6 +27,7 @@ from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.logging import logging_to
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.rank import serve_rank
 from asyncrl.training.train_group import TrainGroup
@@ -216,7 +217,8 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
     else:
         writer.close()
         try:
-            serve_rank(config, make_trainer)
+            with logging_to(None, rank=rank):
+                serve_rank(config, make_trainer)
         except Exception:
             code = 1
     os._exit(code)  # a thread may be stuck in a collective, on purpose
