@@ -10,7 +10,7 @@ Invariants
   enough: the kernel hands out no port that is bound.
 
 What a reservation cannot stop is a stranger that asks for this very number and sets SO_REUSEADDR. The server then ends
-at its start, and `exchange` finds out and gives it other ports.
+at its start with the number in its log, and is started again for as long as its restarts last.
 
 What an engine of sglang 0.5.23 binds, for one node without data parallelism (`PortArgs.init_new` and what calls it):
 - `--port`: HTTP, metrics included. `--nccl-port`: the rendezvous of its ranks.
@@ -90,13 +90,6 @@ class PortAllocator:
                 return ports
         raise EngineError(f"no free ports for an engine in {self._where}; end other jobs on this machine")
 
-    def exchange(self, ports: EnginePorts) -> EnginePorts:
-        """For an engine that is to start again: `ports`, or others where a stranger listens on one of them."""
-        if not any(map(_listened_on, ports.all)):
-            return ports
-        self.release(ports.all)
-        return self.engine()
-
     def single(self) -> int:
         """One free port."""
         for _ in range(_ATTEMPTS):
@@ -163,17 +156,6 @@ def _bind_exclusively(port: int) -> socket.socket | None:
     # Set only now: at bind time it would have let us share another job's reservation.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return sock
-
-
-def _listened_on(port: int) -> bool:
-    """Whether a server would be refused this port of ours."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("0.0.0.0", port))
-        except OSError:
-            return True
-        return False
 
 
 def _has_connections(port: int) -> bool:

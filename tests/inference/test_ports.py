@@ -115,20 +115,6 @@ def test_a_machine_without_free_ports_is_an_error_that_says_where(allocator: Por
         crowded.single()
 
 
-def test_an_engine_gets_other_ports_only_when_a_stranger_sits_on_its_own(allocator: PortAllocator) -> None:
-    ports = allocator.engine()
-    assert allocator.exchange(ports) == ports
-    with serve(ports.nccl):
-        others = allocator.exchange(ports)
-        assert not set(others.all) & set(ports.all)
-    # What was given back is free for anyone, what is held is not.
-    for port in (ports.http, *ports.all[3:]):
-        with socket.socket() as sock:
-            sock.bind(("0.0.0.0", port))
-    with socket.socket() as sock, pytest.raises(OSError):
-        sock.bind(("0.0.0.0", others.http))
-
-
 def test_a_reserved_port_is_refused_to_other_jobs(allocator: PortAllocator) -> None:
     port = allocator.single()
     other = socket.socket()
