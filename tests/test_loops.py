@@ -1,0 +1,126 @@
+"""The loops of entrypoints/, over parts that only note what is asked of them: what happens at which step."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.exit_protocol import StopRequest
+
+pytestmark = pytest.mark.anyio
+ENTRYPOINTS = Path(__file__).parents[1] / "entrypoints"
+
+
+class Noted:
+    """Notes each call by name; `stop_after` asks for a graceful stop once that one came."""
+
+    def __init__(self, calls: list[str], stop: StopRequest, stop_after: str = "") -> None:
+        self.calls, self.stop, self.stop_after = calls, stop, stop_after
+        self.last_rollout = None
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            numbers = [str(value) for value in args if isinstance(value, int)]
+            self.calls.append(" ".join([name, *numbers]))
+            if self.calls[-1] == self.stop_after:
+                self.stop.request()
+            return 0
+
+        return call
+
+
+async def run(
+    entrypoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    colocated: bool = False,
+    per_epoch: int | None = None,
+    stop_after: str = "",
+    **config: Any,
+) -> list[str]:
+    """Runs the loop; returns what it asked for after start-up, in order."""
+    spec = importlib.util.spec_from_file_location(entrypoint, ENTRYPOINTS / f"{entrypoint}.py")
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    calls: list[str] = []
+    stop = StopRequest()
+    parts = Noted(calls, stop, stop_after)
+    record = SimpleNamespace(phase=lambda name: nullcontext(), start=lambda *args: calls.clear(), steps=0)
+
+    def step(number: int, *rest: Any) -> None:
+        record.steps = number
+
+    record.step = step
+
+    async def create_rollout_components(job: Any) -> Any:
+        return parts, parts, per_epoch
+
+    async def create_train_group(job: Any, components: Any) -> Any:
+        return parts
+
+    for name in ("warm_up", "publish", "evaluate", "export"):
+        monkeypatch.setattr(module, name, getattr(parts, name), raising=False)
+    monkeypatch.setattr(module, "create_rollout_components", create_rollout_components)
+    monkeypatch.setattr(module, "create_train_group", create_train_group)
+    monkeypatch.setattr(module, "only_the_best", lambda batch: batch, raising=False)
+    job = SimpleNamespace(
+        config=Config.model_validate(config),
+        record=record,
+        stop=stop,
+        layout=SimpleNamespace(colocated=colocated),
+    )
+    await getattr(module, {"train": "train", "own_loop": "imitate_the_best"}[entrypoint])(job)
+    return calls
+
+
+def steps(calls: list[str], name: str) -> list[int]:
+    return [int(call.split()[1]) for call in calls if call.split()[0] == name]
+
+
+@pytest.mark.parametrize("entrypoint", ["train", "own_loop"])
+async def test_the_number_of_steps_is_the_one_asked_for(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for train, per_epoch, expected in [
+        ({"num_steps": 0}, None, []),
+        ({"num_steps": 2}, None, [0, 1]),
+        ({"num_steps": None, "num_epochs": 2}, 2, [0, 1, 2, 3]),
+    ]:
+        calls = await run(entrypoint, monkeypatch, per_epoch=per_epoch, train=train)
+        assert steps(calls, "get") == steps(calls, "commit") == steps(calls, "publish") == expected
+
+
+@pytest.mark.parametrize("entrypoint", ["train", "own_loop"])
+async def test_a_graceful_stop_finishes_the_step(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = await run(entrypoint, monkeypatch, stop_after="get 1")
+    assert steps(calls, "publish") == [0, 1]
+
+
+@pytest.mark.parametrize("entrypoint", ["train", "own_loop"])
+async def test_engines_leave_their_gpus_before_the_trainer_comes_back(
+    entrypoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = await run(entrypoint, monkeypatch, colocated=True, train={"num_steps": 1})
+    assert calls[:4] == ["prepare_rollout 0", "get 0", "offload", "onload"] and calls[5:7] == ["commit 0", "publish 0"]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "expected"),
+    [
+        ({"data": {"source": "x.jsonl"}, "every": 2}, [0, 2, 4]),
+        ({"data": {"source": "x.jsonl"}, "every": 2, "at_start": False}, [2, 4]),
+        ({"data": {"source": "x.jsonl"}, "at_start": False, "at_end": False}, []),
+        ({"data": {"source": "x.jsonl"}}, [0, 4]),
+        ({"every": 1}, []),
+    ],
+)
+async def test_the_policy_is_evaluated_when_it_is_due_and_never_without_prompts(
+    monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], expected: list[int]
+) -> None:
+    calls = await run("train", monkeypatch, eval=evaluation, train={"num_steps": 4})
+    assert steps(calls, "evaluate") == expected
