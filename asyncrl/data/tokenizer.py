@@ -126,11 +126,6 @@ class PolicyTokenizer:
                 )
         return encoded
 
-    def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of `ids` without special tokens."""
-        text: str = self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
-        return text
-
     def stop_ids(self, strings: Sequence[str]) -> tuple[int, ...]:
         """The token of each stop string; ConfigError for one that is not exactly one token."""
         ids: list[int] = []
