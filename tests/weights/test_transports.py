@@ -174,12 +174,13 @@ async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
     await transport.aclose()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_suffers(
-    source: ThreadSource, start: Start
+    when: str, source: ThreadSource, start: Start
 ) -> None:
     good, refusing = await start("engine-0"), await start("engine-1")
     transport = make_broadcast()
-    refusing.script(refuse(RECEIVE, when="after", nth=2))
+    refusing.script(refuse(RECEIVE, when=when, nth=2))
     with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
         result = await transport.transfer(source, endpoints([good, refusing]))
     assert result.failures["engine-1"].kind is FailureKind.REFUSED
@@ -230,6 +231,7 @@ async def test_a_group_that_does_not_form_touches_nobody(
         result = await transport.transfer(source, endpoints([good, bad]))
     assert not result.touched and result.source_error is not None
     assert result.failures["engine-1"].kind is (FailureKind.REFUSED if how == "refuse" else FailureKind.GONE)
+    assert result.failures["engine-0"].kind is FailureKind.COLLATERAL, "it is let go at once, and may be tried again"
     assert source.exported == 0
     await transport.abandon(endpoints([good, bad]))
 

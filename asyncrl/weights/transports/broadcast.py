@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import anyio
 import torch
@@ -157,12 +158,11 @@ class BroadcastTransport:
                 except EngineError as error:
                     suffered = sink.broken is not None or RECEIVE_FAILED in str(error)
                     failure = engine_failure(error, broken_before=suffered)
-                    known = failures.setdefault(engine.engine_id, failure)
+                    failures[engine.engine_id] = failure
                     sink.fail(str(error))
-                    # One that refused takes part once more: the trainer may be sending the next bucket by now,
-                    # and would wait for it in vain.
-                    if known is not failure or failure.kind is not FailureKind.REFUSED:
-                        break
+                    if failure.kind is FailureKind.REFUSED:
+                        await self._part_from(client, sink)
+                    break
             unanswered.discard(engine.engine_id)
 
         raised: Exception | None = None
@@ -183,6 +183,15 @@ class BroadcastTransport:
             reason = f"no answer within {ANSWER_GRACE_S:g} s after the transfer broke ({source_error})"
             failures[engine_id] = EngineFailure(FailureKind.GONE, reason)
         return TransferResult(sink.bytes_sent, failures, source_error)
+
+    async def _part_from(self, client: EngineControl, sink: BroadcastSink) -> None:
+        """Makes an engine that refused a bucket leave the group.
+
+        The trainer may be sending that bucket or the next, and would wait for the engine in vain: its end closes.
+        (An engine that took part in the next one instead would die of a message of another size: measured.)
+        """
+        with suppress(EngineError):  # it hangs or has ended; then the trainer's own deadline ends the wait
+            await client.destroy_weights_group(sink.group_name, timeout_s=DESTROY_TIMEOUT_S)
 
     async def _group_with(
         self,

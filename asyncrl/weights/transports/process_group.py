@@ -70,14 +70,18 @@ class TransferGroup:
 
     def join(self) -> None:
         """Waits for every engine rank; raises WeightUpdateError when one does not come in time."""
-        assert self._store is not None
-        store = PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
         try:
             with WAITS.register("weight transfer group", "engines", self._timeout_s):
-                self._group = _process_group(self.backend, store, self.world_size, self._timeout)
+                self._group = _process_group(self.backend, self._nested_store(), self.world_size, self._timeout)
         except RuntimeError as error:
             self.drop()
-            raise WeightUpdateError(f"the weight transfer group did not form: {_first_line(error)}") from error
+            # The frames of a kept traceback would keep the store, and engines that joined would wait on it.
+            cause = error.with_traceback(None)
+            raise WeightUpdateError(f"the weight transfer group did not form: {_first_line(error)}") from cause
+
+    def _nested_store(self) -> Store:
+        assert self._store is not None
+        return PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Sends `tensors`, each as one message, and returns when all engine ranks have them."""
