@@ -150,7 +150,7 @@ class EngineHost:
             with theirs, log.open("ab") as output:
                 popen = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", boot, str(theirs.fileno()), str(os.getpid())],
-                    env=_environment() | {JOB_MARK: job},
+                    env=_environment() | {JOB_MARK: job, "SPT_NOENV": "1"},  # see `proc.marked`
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

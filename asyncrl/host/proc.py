@@ -122,8 +122,8 @@ def _kill(pid: int) -> None:
 def marked(job: str) -> list[int]:
     """Live processes whose environment, as of their exec, carries `ASYNCRL_JOB=<job>`.
 
-    A net under the guardians, with holes: a process that rewrites its title over its environment
-    (setproctitle, as SGLang's schedulers do) no longer shows the mark.
+    A net under the guardians. setproctitle, which SGLang's schedulers call, would write the title over the environment,
+    mark included, if the host did not set SPT_NOENV for all that it spawns; a process that clears its own is not seen.
     """
     wanted = f"{JOB_MARK}={job}".encode()
     return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid)]

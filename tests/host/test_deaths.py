@@ -170,6 +170,18 @@ async def test_the_mark_is_a_net_under_the_guardians(
         bystander.kill()
 
 
+async def test_a_process_that_renames_itself_keeps_its_mark(host: EngineHost, tmp_path: Path) -> None:
+    """As SGLang's schedulers do."""
+    code = "import os, time, setproctitle; setproctitle.setproctitle('sglang::scheduler'); os.mkfifo('named')"
+    argv = (sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}; time.sleep(60)")
+    pid = await host.spawn(ProcessSpec("engine-0", argv, log_path=str(tmp_path / "engine-0.log")))
+    with anyio.fail_after(20):
+        while not (tmp_path / "named").exists():  # noqa: ASYNC110 another process makes it
+            await anyio.sleep(0.02)
+    assert command_of(pid).startswith("sglang::scheduler")
+    assert pid in marked(host.job)
+
+
 async def test_a_stopped_host_cannot_hold_up_the_end(
     tmp_path: Path, roster: Roster, tree: TreeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
