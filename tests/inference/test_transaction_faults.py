@@ -1,0 +1,412 @@
+"""The weight transaction with every step broken in every way.
+
+The real controller, the real publication and transports, a real trainer thread and a real gloo group; the two engines
+are scripted. Whatever happens, and wherever: no live engine stays paused or with an open session, none that serves
+holds anything but the published weights (asked of the engine, not of the controller's book), the engine that was not
+hit serves the new ones, and the next publication succeeds; all within a bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.data.fleet import EngineState
+from asyncrl.errors import TrainerError, WeightUpdateError
+from asyncrl.inference import engine_api, updates
+from asyncrl.inference import router as router_client
+from asyncrl.inference.engine_api import EngineClient
+from asyncrl.observability.waits import waiting
+from asyncrl.weights.publication import PublicationReport, publish
+from asyncrl.weights.transfer import Transport
+from asyncrl.weights.transports import broadcast
+from asyncrl.weights.transports.broadcast import BroadcastTransport
+from asyncrl.weights.transports.disk import DiskTransport
+from asyncrl.weights.transports.process_group import TransferGroup
+from tests.inference.conftest import Fleet, StartFleet
+from tests.scripted import Fault, ScriptedEngine, die, freeze, hang, instead, refuse
+from tests.scripted.server import ScriptedServer
+from tests.weights.fakes import ThreadSource
+
+pytestmark = pytest.mark.anyio
+
+CALL_S = 0.7
+"""Longest control call here; measured under 10 ms."""
+TRANSFER_S = 0.7
+BUCKET_BYTES = 3 * 1024
+BOUND_S = 8.0
+"""For the publication that is hit: two transfers and a take-back, each with its waits in a row."""
+
+
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines of control calls are cut; those that follow from the transport's own timeout are not."""
+
+    def impatient(what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
+        return waiting(what, subject, CALL_S if timeout_s >= 10.0 else timeout_s)
+
+    monkeypatch.setattr(engine_api, "waiting", impatient)
+    monkeypatch.setattr(router_client, "waiting", impatient)
+    monkeypatch.setattr(updates, "TAKE_BACK_TIMEOUT_S", CALL_S)
+    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.5)
+    monkeypatch.setattr(broadcast, "CANCEL_GRACE_S", 1.0)
+    monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)
+    monkeypatch.setattr(broadcast, "HEAD_START_S", 0.02)
+
+
+# the rig
+
+
+@functools.cache
+def tensors_of(version: str) -> dict[str, Tensor]:
+    """Three buckets: six small tensors, and in the middle one that is larger than a bucket and travels as it is."""
+    generator = torch.Generator().manual_seed(zlib.crc32(version.encode()))
+    shapes = {f"layer.{i}": (16, 16) for i in range(3)} | {"big": (32, 40)} | {f"layer.{i}": (256,) for i in (3, 4, 5)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+LAST_TENSOR = {"first bucket": 2, "middle bucket": 3, "last bucket": 6}
+"""Step → number of the exported tensor that completes its bucket."""
+
+
+@dataclass
+class Rig:
+    fleet: Fleet
+    source: ThreadSource
+    transport: Transport
+    versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    async def publish(self, version: str) -> PublicationReport:
+        self.source.tensors = self.versions[version] = tensors_of(version)
+        return await publish(
+            self.fleet.controller,
+            self.source,
+            self.transport,
+            version=version,
+            attempts=2,
+            events=self.fleet.events,
+            begin_timeout_s=5.0,
+            commit_timeout_s=5.0,
+            cleanup_timeout_s=2.0,
+            idle_timeout_s=5.0,
+            abandon_timeout_s=5.0,
+        )
+
+    def complaints(self) -> list[str]:
+        """What is not as it must be between publications."""
+        found: list[str] = []
+        view = self.fleet.controller.fleet()
+        for status, engine in zip(view.engines, self.fleet.engines, strict=True):
+            who, serves = status.endpoint.engine_id, status.state is EngineState.SERVING
+            routed = status.endpoint.url in self.fleet.router.workers
+            if not engine.alive:
+                found += [f"{who} is dead and serves"] if serves else []
+                found += [f"{who} is dead and routed"] if routed else []
+                continue
+            found += [f"{who} is paused"] if engine.paused else []
+            found += [f"{who} has an open session"] if engine.session else []
+            if serves or routed:
+                expected = self.versions.get(view.published_version or "", {})
+                if engine.version != view.published_version:
+                    found.append(f"{who} serves {engine.version} and not {view.published_version}")
+                if not holds(engine, expected):
+                    found.append(f"{who} serves as {engine.version} what was not published as that")
+            if serves and not routed:
+                found.append(f"{who} serves and is not routed")
+        return found
+
+    def serves(self, number: int, version: str) -> bool:
+        engine = self.fleet.engines[number]
+        return engine.alive and engine.version == version and engine.url in self.fleet.router.workers
+
+
+def holds(engine: ScriptedEngine, tensors: dict[str, Tensor]) -> bool:
+    held = engine.weights.tensors
+    return held.keys() == tensors.keys() and all(torch.equal(held[name], t) for name, t in tensors.items())
+
+
+@asynccontextmanager
+async def rig(start_fleet: StartFleet, kind: str = "broadcast", directory: Path | None = None) -> AsyncIterator[Rig]:
+    source = ThreadSource(tensors_of("base"))
+    transport: Transport
+    if kind == "disk":
+        assert directory is not None
+        transport = DiskTransport(
+            EngineClient.open, directory=directory, bucket_bytes=BUCKET_BYTES, timeout_s=TRANSFER_S
+        )
+    else:
+        transport = BroadcastTransport(
+            EngineClient.open, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=TRANSFER_S
+        )
+    try:
+        async with start_fleet(2, tensors=tensors_of("base"), weights={"verify": "always"}) as fleet:
+            await fleet.controller.wait_ready()
+            yield Rig(fleet, source, transport)
+            with anyio.CancelScope(shield=True):
+                await transport.aclose()
+        assert fleet.failures == []
+    finally:
+        source.close()
+
+
+# what goes wrong, and where
+
+STEPS: dict[str, tuple[str, int]] = {
+    "pause": ("pause_generation", 1),
+    "torn stamp": ("update_weight_version", 1),
+    "begin session": ("begin_weight_update", 1),
+    "join group": ("init_weights_update_group", 1),
+    "first bucket": ("update_weights_from_distributed", 1),
+    "middle bucket": ("update_weights_from_distributed", 2),
+    "last bucket": ("update_weights_from_distributed", 3),
+    "end session": ("end_weight_update", 1),
+    "checksum": ("weights_checker", 1),
+    "stamp": ("update_weight_version", 2),
+    "continue": ("continue_generation", 1),
+}
+"""Step → the engine's endpoint, and which call of it in a publication after the first."""
+
+FIRST_STEPS: dict[str, tuple[str, int]] = {
+    "reset of the tensors": ("weights_checker", 1),
+    "baseline": ("weights_checker", 2),
+    "join group": STEPS["join group"],
+    "middle bucket": STEPS["middle bucket"],
+    "checksum": ("weights_checker", 3),
+    "stamp": STEPS["stamp"],
+    "continue": STEPS["continue"],
+}
+"""The same for the first publication: what only it does, and one step of each other kind."""
+
+DISK_STEPS: dict[str, tuple[str, int]] = {
+    "begin session": STEPS["begin session"],
+    "load": ("update_weights_from_disk", 1),
+    "end session": STEPS["end session"],
+    "continue": STEPS["continue"],
+}
+
+ENGINE_FAULTS: dict[str, Callable[..., Fault]] = {
+    "dies": die,
+    "hangs": freeze,
+    "answers 400": functools.partial(refuse, status=400),
+    "answers 500": functools.partial(refuse, status=500),
+}
+"""All of engine-1. A hang is that of a scheduler: the HTTP server lives and keeps the locks that the call took."""
+
+
+async def check_after(rig: Rig, version: str) -> None:
+    """Nothing is left of the publication that was hit, and the next one succeeds."""
+    assert rig.complaints() == []
+    assert rig.fleet.controller.statistics().open_lease is None
+    for engine in rig.fleet.engines:
+        engine.faults.clear()
+    rig.fleet.router.faults.clear()
+    rig.source.before_tensor = None
+    with anyio.fail_after(BOUND_S):
+        report = await rig.publish(version)
+    assert rig.complaints() == []
+    assert report.engines
+    assert all(rig.serves(int(engine_id[-1]), version) for engine_id in report.engines)
+
+
+async def fail_one_engine(rig: Rig, version: str, fault: Fault) -> None:
+    """Publishes `version` while engine-1 fails; engine-0 must not notice."""
+    rig.fleet.engines[1].script(fault)
+    with anyio.fail_after(BOUND_S):
+        await rig.publish(version)
+    assert rig.fleet.engines[1].faults.happened, "the step was never reached"
+    assert rig.serves(0, version)
+    await check_after(rig, version + " again")
+
+
+async def cancel_at(rig: Rig, version: str, endpoint: str, nth: int = 1, server: ScriptedServer | None = None) -> None:
+    """Cancels the publishing task as engine-1 (or `server`) begins to answer."""
+    scope = anyio.CancelScope()
+
+    async def cancel() -> None:
+        scope.cancel()
+
+    (server or rig.fleet.engines[1]).faults.add(instead(endpoint, cancel, nth=nth))
+    with anyio.fail_after(BOUND_S), scope:
+        await rig.publish(version)
+    assert scope.cancelled_caught
+    await check_after(rig, version + " again")
+
+
+async def fail_trainer(rig: Rig, version: str, at_tensor: int) -> None:
+    """The trainer raises in its export, before the tensor of that number."""
+
+    def fail(number: int) -> None:
+        if number == at_tensor:
+            raise TrainerError("trainer rank 1: out of memory")
+
+    rig.source.before_tensor = fail
+    with anyio.fail_after(BOUND_S), pytest.raises((TrainerError, WeightUpdateError), match="out of memory"):
+        await rig.publish(version)
+
+
+@pytest.mark.parametrize("what", ENGINE_FAULTS)
+@pytest.mark.parametrize("step", STEPS)
+async def test_an_engine_fails(start_fleet: StartFleet, step: str, what: str) -> None:
+    endpoint, nth = STEPS[step]
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+        if step == "join group":
+            await r.transport.aclose()  # else the group is kept
+        await fail_one_engine(r, "0.1", ENGINE_FAULTS[what](endpoint, nth=nth))
+
+
+@pytest.mark.parametrize("what", ["dies", "hangs", "answers 500"])
+@pytest.mark.parametrize("step", FIRST_STEPS)
+async def test_an_engine_fails_in_the_first_publication(start_fleet: StartFleet, step: str, what: str) -> None:
+    endpoint, nth = FIRST_STEPS[step]
+    async with rig(start_fleet) as r:
+        await fail_one_engine(r, "0.0", ENGINE_FAULTS[what](endpoint, nth=nth))
+
+
+@pytest.mark.parametrize("what", ["dies", "hangs", "answers 400"])
+@pytest.mark.parametrize("step", DISK_STEPS)
+async def test_an_engine_fails_with_the_disk_transport(
+    start_fleet: StartFleet, tmp_path: Path, step: str, what: str
+) -> None:
+    endpoint, nth = DISK_STEPS[step]
+    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+        await r.publish("0.0")
+        await fail_one_engine(r, "0.1", ENGINE_FAULTS[what](endpoint, nth=nth))
+
+
+@pytest.mark.parametrize("step", ["begin session", "last bucket", "end session", "continue"])
+async def test_an_engine_dies_having_done_the_step(start_fleet: StartFleet, step: str) -> None:
+    """It cannot answer for what it did."""
+    endpoint, nth = STEPS[step]
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+        await fail_one_engine(r, "0.1", die(endpoint, nth=nth, when="after"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", STEPS)
+async def test_an_engine_is_stopped_as_by_sigstop(start_fleet: StartFleet, step: str) -> None:
+    """It does what it was asked, answers nothing more, and its kernel goes on accepting connections."""
+    endpoint, nth = STEPS[step]
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+        if step == "join group":
+            await r.transport.aclose()
+
+        async def stop() -> None:
+            r.fleet.engines[1].suspend()
+
+        await fail_one_engine(r, "0.1", instead(endpoint, stop, nth=nth))
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_the_publication_is_cancelled(start_fleet: StartFleet, step: str) -> None:
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+        if step == "join group":
+            await r.transport.aclose()
+        await cancel_at(r, "0.1", *STEPS[step])
+
+
+@pytest.mark.parametrize("step", ["baseline", "middle bucket", "checksum"])
+async def test_the_first_publication_is_cancelled(start_fleet: StartFleet, step: str) -> None:
+    async with rig(start_fleet) as r:
+        await cancel_at(r, "0.0", *FIRST_STEPS[step])
+
+
+async def test_a_load_from_disk_is_cancelled(start_fleet: StartFleet, tmp_path: Path) -> None:
+    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+        await r.publish("0.0")
+        await cancel_at(r, "0.1", *DISK_STEPS["load"])
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first publication"])
+@pytest.mark.parametrize("step", LAST_TENSOR)
+async def test_the_trainer_raises_in_its_export(start_fleet: StartFleet, step: str, first: bool) -> None:
+    async with rig(start_fleet) as r:
+        if not first:
+            await r.publish("0.0")
+        await fail_trainer(r, "0.1", LAST_TENSOR[step])
+        await check_after(r, "0.1 again")
+
+
+async def test_the_trainer_raises_while_it_writes_to_disk(start_fleet: StartFleet, tmp_path: Path) -> None:
+    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+        await r.publish("0.0")
+        await fail_trainer(r, "0.1", LAST_TENSOR["middle bucket"])
+        await check_after(r, "0.1 again")
+
+
+async def test_a_disk_that_cannot_be_written_leaves_the_old_version_serving(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+        await r.publish("0.0")
+        shutil.rmtree(tmp_path / "weights")
+        (tmp_path / "weights").write_text("a file where the directory belongs")
+        with anyio.fail_after(BOUND_S), pytest.raises(WeightUpdateError, match="weights"):
+            await r.publish("0.1")
+        assert r.serves(0, "0.0") and r.serves(1, "0.0")
+        (tmp_path / "weights").unlink()
+        await check_after(r, "0.1 again")
+
+
+async def test_a_trainer_that_never_joins_the_group_costs_a_bounded_time_and_no_engine(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+        await r.transport.aclose()
+        with monkeypatch.context() as patched:
+            # Engines have connected by then; the thread wakes only after everyone's deadline.
+            patched.setattr(TransferGroup, "join", lambda group: time.sleep(3 * TRANSFER_S))
+            with anyio.fail_after(BOUND_S), pytest.raises((WeightUpdateError, TimeoutError)):
+                await r.publish("0.1")
+        await check_after(r, "0.2")
+        assert r.serves(0, "0.2") and r.serves(1, "0.2")
+
+
+ROUTER_FAULTS: dict[str, Callable[[], Fault]] = {
+    "hangs": lambda: hang("add_worker"),
+    "answers 400": lambda: refuse("add_worker", 400),
+    "answers 500": lambda: refuse("add_worker", 500),
+}
+
+
+@pytest.mark.parametrize("what", ROUTER_FAULTS)
+async def test_the_router_does_not_take_one_engine(start_fleet: StartFleet, what: str) -> None:
+    async with rig(start_fleet) as r:
+        r.fleet.router.faults.add(ROUTER_FAULTS[what]())
+        with anyio.fail_after(BOUND_S):
+            await r.publish("0.0")
+        assert r.serves(0, "0.0") or r.serves(1, "0.0")
+        await check_after(r, "0.1")
+
+
+async def test_an_engine_dies_as_it_is_registered(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet) as r:
+
+        async def kill() -> None:
+            r.fleet.engines[1].kill()
+
+        r.fleet.router.faults.add(instead("add_worker", kill))
+        with anyio.fail_after(BOUND_S):
+            await r.publish("0.0")
+        assert r.serves(0, "0.0")
+        await check_after(r, "0.1")
+
+
+async def test_the_first_publication_is_cancelled_as_engines_are_registered(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet) as r:
+        await cancel_at(r, "0.0", "add_worker", server=r.fleet.router)
