@@ -81,6 +81,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
     from asyncrl.inference.engine_api import EngineClient
     from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
+    from asyncrl.weights.copies import make_copies
     from asyncrl.weights.transports import make_transport
 
     controller = components.inference_controller
@@ -90,12 +91,16 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
             "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
             f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
         )
+    copies = make_copies(job.config, engines=len(job.layout.engines))
+    if copies is not None:
+        job.disposal.push_async_callback(anyio.to_thread.run_sync, copies.remove)
     trainer = TrainGroup(
         job.config,
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
         fleet=controller,
+        copies=copies,
         transport=make_transport(job.config, transports.pop(), open_engine=EngineClient.open),
     )
     job.disposal.push_async_callback(trainer.dispose)

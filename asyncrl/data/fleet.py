@@ -76,6 +76,8 @@ class UpdateLease:
 
     lease_id: str
     version: str
+    paused_at: float
+    """Monotonic time (anyio.current_time) at which the first engine stopped generating."""
     deadline: float
     """Monotonic time (anyio.current_time) after which the controller takes the engines back."""
     engines: tuple[EngineEndpoint, ...]

@@ -62,8 +62,8 @@ class ManagedEngine:
         """Files in /dev/shm that go with it."""
         self.failure: EngineError | None = None
         """Why it is DEAD or QUARANTINED."""
-        self.on_move: Callable[[], None] | None = None
-        """Hears of every change of state."""
+        self.on_change: Callable[[], None] | None = None
+        """Hears of every change of state, and when the router has come to know the engine."""
         self.endpoint = EngineEndpoint(
             engine_id=placement.engine_id,
             generation=0,
@@ -105,8 +105,12 @@ class ManagedEngine:
                 reason=reason,
             )
         )
-        if self.on_move is not None:
-            self.on_move()
+        self.changed()
+
+    def changed(self) -> None:
+        """Tells whoever waits for the engine to look again."""
+        if self.on_change is not None:
+            self.on_change()
 
     async def wait_first_generation(self, timeout_s: float) -> None:
         """Returns when the engine has generated a token; raises EngineError after `timeout_s`."""

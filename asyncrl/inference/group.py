@@ -94,7 +94,7 @@ class EngineGroup:
             engine.renew()
         if engine not in self.engines:
             self.engines.append(engine)
-            engine.on_move = self._notify
+            engine.on_change = self._notify
         keeper = self._keepers[engine.engine_id] = EngineKeeper(
             engine,
             spec,
@@ -153,7 +153,7 @@ class EngineGroup:
 
     async def wait_serving(self, purpose: str) -> None:
         """Returns when some engine serves; waits for engines that are being brought back."""
-        await self._wait(lambda: any(e.routed and e.state in ROUTABLE for e in self.engines), purpose)
+        await self._wait(lambda: any(_serves(engine) for engine in self.engines), purpose)
 
     async def wait_updatable(self, number: int, purpose: str) -> None:
         """Returns when `number` engines (or all that are wanted, if fewer) can take weights."""
@@ -166,7 +166,7 @@ class EngineGroup:
 
     async def wait_recovered(self) -> None:
         """Returns when every engine that is wanted serves."""
-        await self._wait(lambda: all(k.engine.state in ROUTABLE for k in self._expected()), "recovery")
+        await self._wait(lambda: all(_serves(keeper.engine) for keeper in self._expected()), "recovery")
 
     def states(self) -> str:
         """`engine-0 is dead (why); engine-1 is starting`."""
@@ -224,3 +224,8 @@ class EngineGroup:
             self.start_s = anyio.current_time() - self._started_at
             self._events.emit(FleetReady(engines=len(self._keepers), seconds=self.start_s))
         self._notify()
+
+
+def _serves(engine: ManagedEngine) -> bool:
+    """Whether requests that the router takes now will be answered, if only after a pause."""
+    return engine.routed and engine.state in ROUTABLE

@@ -36,9 +36,16 @@ class LeaseBook:
         return f"lease-{self._count}"
 
     def grant(
-        self, lease_id: str, version: str, engines: Sequence[EngineEndpoint], now: float, duration_s: float
+        self,
+        lease_id: str,
+        version: str,
+        engines: Sequence[EngineEndpoint],
+        *,
+        paused_at: float,
+        now: float,
+        duration_s: float,
     ) -> UpdateLease:
-        self._open = UpdateLease(lease_id, version, now + duration_s, tuple(engines))
+        self._open = UpdateLease(lease_id, version, paused_at, now + duration_s, tuple(engines))
         return self._open
 
     def claim(self, lease_id: str) -> UpdateLease:

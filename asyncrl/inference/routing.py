@@ -39,6 +39,7 @@ class Routing:
                 return
             engine.routed = False
             raise
+        engine.changed()
 
     async def remove(self, engine: ManagedEngine) -> None:
         """No new request reaches `engine`; those that run in it go on."""

@@ -134,7 +134,12 @@ class WeightUpdates:
                 raise
             now = anyio.current_time()
             lease = self._book.grant(
-                lease_id, version, [engine.endpoint for engine in ready], now, self._config.lease_timeout_s
+                lease_id,
+                version,
+                [engine.endpoint for engine in ready],
+                paused_at=self._paused_at,
+                now=now,
+                duration_s=self._config.lease_timeout_s,
             )
             self._expiry = anyio.CancelScope()
             self._task_group.start_soon(self._expire, lease, self._expiry)

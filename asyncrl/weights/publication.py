@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
-from asyncrl.errors import WeightUpdateError
+from asyncrl.errors import EnginesLostError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
+from asyncrl.weights.copies import Copies, CopyingSource
 from asyncrl.weights.events import WeightsPublished, WeightTransferFailed, WeightUpdateFailed
 from asyncrl.weights.shielding import finish_despite_cancellation
 from asyncrl.weights.transfer import EngineFailure, FailureKind, TransferResult, Transport, WeightSource
@@ -34,8 +37,11 @@ class Fleet(Protocol):
     async def begin_weight_update(self, version: str) -> UpdateLease:
         """Pauses (retract), stamps `torn:<version>` and opens a session on every updatable engine."""
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck]) -> None:
-        """Closes sessions, verifies, stamps, continues; quarantines leased engines without an ack."""
+    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
+        """Closes sessions, verifies, stamps, continues; quarantines leased engines without an ack.
+
+        `directory` holds a copy of the weights for engines that join later, where one was kept.
+        """
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
         """Takes the engines back; nothing stays paused, nothing serves torn weights. An ended lease is nothing to do.
@@ -97,7 +103,8 @@ async def publish(
     version: str,
     attempts: int,
     events: EventLog,
-    begin_timeout_s: float = 120.0,
+    copies: Copies | None = None,
+    begin_timeout_s: float = 1200.0,
     commit_timeout_s: float = 600.0,
     cleanup_timeout_s: float = 10.0,
     idle_timeout_s: float = 1800.0,
@@ -106,45 +113,87 @@ async def publish(
     """Brings every updatable engine of `fleet` to the trainer's weights as `version`.
 
     Args:
-        attempts: transfers made before the publication fails, at least 1.
-        begin_timeout_s: longest wait until every engine is paused and has a session.
+        attempts: transfers made within one transaction before it fails, at least 1; and transactions, where one lost
+            every engine: the next waits for engines that are being started again.
+        copies: keeps a copy for engines that join later, where the transport leaves none by itself.
+        begin_timeout_s: longest wait until engines that are being started again can take part, and every one is
+            paused and has a session.
         commit_timeout_s: longest wait for session ends, verification and stamps.
         cleanup_timeout_s: bound of the clean-up after a failure or cancellation.
         idle_timeout_s: longest wait until the trainer thread is free, before anything is paused.
         abandon_timeout_s: longest wait until a failed transfer has let go of its engines, before it is repeated.
 
     Raises:
+        EnginesLostError: every engine was lost on the way; engines that are started again may take the next try.
         WeightUpdateError: no engine could be brought to the version; all were handed back to the fleet.
         TrainerError: a trainer rank failed in the export.
     """
+    timeouts = _Timeouts(begin_timeout_s, commit_timeout_s, cleanup_timeout_s, idle_timeout_s, abandon_timeout_s)
+    for remaining in reversed(range(attempts)):
+        try:
+            return await _transact(fleet, source, transport, version, attempts, events, copies, timeouts)
+        except EnginesLostError:
+            if remaining == 0:
+                raise
+    raise ValueError(f"attempts must be at least 1, not {attempts}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Timeouts:
+    """In seconds; see `publish`."""
+
+    begin: float
+    commit: float
+    cleanup: float
+    idle: float
+    abandon: float
+
+
+async def _transact(
+    fleet: Fleet,
+    source: WeightSource,
+    transport: Transport,
+    version: str,
+    attempts: int,
+    events: EventLog,
+    copies: Copies | None,
+    timeouts: _Timeouts,
+) -> PublicationReport:
+    """One transaction from the lease to its commit."""
     started = anyio.current_time()
     try:
         # Engines are not paused while the trainer is still busy with something else.
-        await source.call(_nothing, what="turn for the weight export", timeout_s=idle_timeout_s)
-        paused_at = anyio.current_time()
-        with waiting("pause and update session", "engines", begin_timeout_s):
+        await source.call(_nothing, what="turn for the weight export", timeout_s=timeouts.idle)
+        with waiting("pause and update session", "engines", timeouts.begin):
             lease = await fleet.begin_weight_update(version)
         progress = _Progress(lease.engines)
+        writer = None if copies is None or transport.copy is not None else copies.writer(version, source.tensor_specs)
         try:
-            await _transfer(source, transport, version, attempts, events, progress, abandon_timeout_s)
+            exported = source if writer is None else CopyingSource(source, writer)
+            await _transfer(exported, transport, version, attempts, events, progress, timeouts.abandon)
+            directory = transport.copy
+            if copies is not None and writer is not None:
+                directory = await anyio.to_thread.run_sync(copies.publish, writer, version)
             acks = [UpdateAck(e.engine_id, e.generation) for e in progress.complete]
-            with waiting("commit of the weights", "engines", commit_timeout_s):
+            with waiting("commit of the weights", "engines", timeouts.commit):
                 # Finishing is the shortest way to a fleet that serves, so a cancellation waits for it, within bounds.
                 await finish_despite_cancellation(
-                    lambda: fleet.commit_weight_update(lease.lease_id, acks), grace_s=cleanup_timeout_s
+                    lambda: fleet.commit_weight_update(lease.lease_id, acks, directory), grace_s=timeouts.cleanup
                 )
         except BaseException:
-            await _hand_back(fleet, transport, lease, progress, cleanup_timeout_s)
+            await _hand_back(fleet, transport, lease, progress, timeouts.cleanup)
             raise
     except Exception as error:
         seconds = anyio.current_time() - started
         events.emit(WeightUpdateFailed(version=version, seconds=seconds, reason=str(error) or repr(error)))
+        if isinstance(error, TimeoutError):
+            raise WeightUpdateError(f"weights {version}: {error}") from error
         raise
     ended = anyio.current_time()
     report = PublicationReport(
         version=version,
         seconds=ended - started,
-        pause_s=ended - paused_at,
+        pause_s=ended - lease.paused_at,
         transfer_s=progress.transfer_s,
         bytes=progress.bytes_sent,
         attempts=progress.transfers,
@@ -221,9 +270,9 @@ async def _transfer(
         progress.candidates = engines_to_retry(engines, result)
     told = [f"{engine_id}: {failure.reason}" for engine_id, failure in progress.failures.items()]
     told += [] if source_error is None else [f"trainer: {source_error}"]
-    raise WeightUpdateError(
-        f"weights {version} reached no engine in {progress.transfers} transfer(s): {'; '.join(told)}"
-    )
+    lost = source_error is None or all(f.kind is FailureKind.GONE for f in progress.failures.values())
+    kind = EnginesLostError if progress.failures and lost and not progress.candidates else WeightUpdateError
+    raise kind(f"weights {version} reached no engine in {progress.transfers} transfer(s): {'; '.join(told)}")
 
 
 async def _hand_back(

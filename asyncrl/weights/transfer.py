@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import anyio
@@ -117,6 +118,10 @@ class TransferResult:
 
 class Transport(Protocol):
     """One way of moving all tensors from the trainer into engines that are paused and have an open session."""
+
+    @property
+    def copy(self) -> Path | None:
+        """Directory in which the last transfer left all tensors, until the next but one; None where it leaves none."""
 
     async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
         """Moves everything once. Engine and wire failures are in the result; only a failed trainer rank raises."""

@@ -30,7 +30,7 @@ async def test_a_started_fleet_waits_for_weights_and_is_unknown_to_the_router(st
         assert fleet.router.workers == []
         assert fleet.controller.statistics().start_s is not None
         assert "fleet_ready" in fleet.kinds()
-        with pytest.raises(EngineError, match="no engine can serve rollout 0 before weights were published: engine-0 is pending_weights"):
+        with pytest.raises(EngineError, match="rollout 0 before weights were published: engine-0 is pending_weights"):
             await fleet.controller.prepare_rollout(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -99,10 +100,12 @@ class AccountingFleet:
             self.paused.clear()
             raise
         self.leases += 1
-        self.lease = UpdateLease(f"lease-{self.leases}", version, anyio.current_time() + 60, live)
+        self.lease = UpdateLease(f"lease-{self.leases}", version, anyio.current_time(), anyio.current_time() + 60, live)
         return self.lease
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck]) -> None:
+    async def commit_weight_update(
+        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None
+    ) -> None:
         assert self.lease is not None and self.lease.lease_id == lease_id
         await self._hook("commit")
         acked = {ack.engine_id for ack in acks}

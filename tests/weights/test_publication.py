@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -30,6 +31,10 @@ class ScriptedTransport:
     asked: list[tuple[str, ...]] = field(default_factory=list)
     hooks: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     in_transfer: set[str] = field(default_factory=set)
+
+    @property
+    def copy(self) -> Path | None:
+        return None
 
     async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
         self.asked.append(tuple(e.engine_id for e in engines))

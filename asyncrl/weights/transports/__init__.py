@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from asyncrl.config import Config
+from asyncrl.weights.copies import weights_directory
 from asyncrl.weights.transfer import EngineOpener, Transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.disk import DiskTransport
@@ -34,7 +35,10 @@ def make_transport(
             return TensorTransport(open_engine, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         case "disk":
             return DiskTransport(
-                open_engine, directory=config.run.dir / "weights", bucket_bytes=bucket_bytes, timeout_s=timeout_s
+                open_engine,
+                directory=weights_directory(config) / "transfer",
+                bucket_bytes=bucket_bytes,
+                timeout_s=timeout_s,
             )
 
 

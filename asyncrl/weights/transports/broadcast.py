@@ -12,6 +12,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 import torch
@@ -90,6 +91,10 @@ class BroadcastTransport:
         self._sink: BroadcastSink | None = None
         self._source: WeightSource | None = None
         self._stopped: str | None = None
+
+    @property
+    def copy(self) -> Path | None:
+        return None
 
     async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
         self._source = source

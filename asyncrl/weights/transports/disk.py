@@ -1,15 +1,17 @@
 """Disk transport: the trainer writes safetensors into the run directory, every engine loads them from there.
 
-For engines that no process group reaches. The files of the last publication stay until the next one or the end of the
-job: an engine reports their directory as its model path.
+For engines that no process group reaches. The files of the last publication stay until the next but one or the end of
+the job: an engine reports their directory as its model path, and one that joins later loads them.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import anyio.to_thread
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from asyncrl.weights.transfer import (
 
 
 class DiskTransport:
-    """See the module's docstring; `directory` belongs to it alone and is emptied at each transfer."""
+    """See the module's docstring; `directory` belongs to it alone. Transfers alternate between two places in it."""
 
     def __init__(self, open_engine: EngineOpener, *, directory: Path, bucket_bytes: int, timeout_s: float) -> None:
         self._open_engine = open_engine
@@ -34,19 +36,30 @@ class DiskTransport:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._sink: DiskSink | None = None
+        self._transfers = 0
+
+    @property
+    def copy(self) -> Path | None:
+        return self._place if self._transfers else None
+
+    @property
+    def _place(self) -> Path:
+        return self._directory / f"transfer-{self._transfers % 2}"
 
     async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
-        self._sink = sink = DiskSink(self._directory, BucketFiller(source.tensor_specs, self._bucket_bytes))
+        self._transfers += 1
+        place = self._place
+        self._sink = sink = DiskSink(place, BucketFiller(source.tensor_specs, self._bucket_bytes))
         buckets = len(sink.filler.buckets)
         try:
             await source.export(sink, timeout_s=self._timeout_s * (buckets + 1))
         except (WeightUpdateError, OSError) as error:
-            return TransferResult(0, {}, f"{self._directory}: {error}", touched=False)
+            return TransferResult(0, {}, f"{place}: {error}", touched=False)
         async with open_clients(self._open_engine, engines) as clients:
             failures = await on_each_engine(
                 clients,
                 lambda client, _: client.update_from_disk(
-                    str(self._directory), flush_cache=True, timeout_s=self._timeout_s * (buckets + 1)
+                    str(place), flush_cache=True, timeout_s=self._timeout_s * (buckets + 1)
                 ),
             )
         return TransferResult(sink.bytes_written, failures)
@@ -58,7 +71,7 @@ class DiskTransport:
 
     async def aclose(self) -> None:
         await self.abandon(())
-        shutil.rmtree(self._directory, ignore_errors=True)
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, self._directory, ignore_errors=True))
 
 
 class DiskSink:

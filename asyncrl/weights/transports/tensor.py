@@ -19,6 +19,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import anyio
 import torch
@@ -52,6 +53,10 @@ class TensorTransport:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._sink: TensorSink | None = None
+
+    @property
+    def copy(self) -> Path | None:
+        return None
 
     async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
         filler = BucketFiller(source.tensor_specs, self._bucket_bytes)

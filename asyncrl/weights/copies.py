@@ -1,0 +1,196 @@
+"""A copy of the published weights on disk, for engines that join later.
+
+Invariants
+- A copy appears under its version's name complete or not at all, and is handed on only after that.
+- A copy that cannot be written (a full disk) costs a warning and nothing else: the publication goes on without it.
+- At most `KEPT` copies exist: an engine may still be reading the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import structlog
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.transfer import Sink, WeightSource
+
+KEPT = 2
+LARGEST_BYTES = 2 << 30
+"""Weights up to this size are kept where nothing else was asked for: writing them costs about 1 s of pause."""
+_FILE = "model.safetensors"
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+def weights_directory(config: Config) -> Path:
+    """Where a job's weights lie between its trainer and its engines; the same again when the job is restarted."""
+    if config.weights.directory is None:
+        return config.run.dir / "weights"
+    run = hashlib.sha256(str(config.run.dir.absolute()).encode()).hexdigest()[:12]
+    return config.weights.directory / f"asyncrl-{run}"
+
+
+def make_copies(config: Config, *, engines: int) -> Copies | None:
+    """The copies that `weights.keep_published` asks for, where `engines` engines serve the model."""
+    match config.weights.keep_published:
+        case "never":
+            return None
+        case "always":
+            largest = None
+        case "auto":
+            largest = None if engines == 1 else LARGEST_BYTES
+    return Copies(weights_directory(config) / "published", largest_bytes=largest)
+
+
+class Copies:
+    """The copies of one job; `directory` belongs to them alone."""
+
+    def __init__(self, directory: Path, *, largest_bytes: int | None = None) -> None:
+        """`largest_bytes`: weights beyond this size are not kept; None keeps all."""
+        self._directory = directory.absolute()
+        self._largest_bytes = largest_bytes
+        self._complete: list[Path] = []
+
+    def writer(self, version: str, specs: Sequence[TensorSpec]) -> CopyWriter | None:
+        """What takes the tensors of one publication; None where they are not kept."""
+        size = sum(spec.size_bytes for spec in specs)
+        if self._largest_bytes is not None and size > self._largest_bytes:
+            return None
+        return CopyWriter(self._directory / f".{version}.part", specs)
+
+    def publish(self, writer: CopyWriter, version: str) -> Path | None:
+        """The directory of a copy that is complete, under its final name; None where there is none."""
+        if not writer.complete:
+            return None
+        final = self._directory / version
+        shutil.rmtree(final, ignore_errors=True)
+        writer.directory.rename(final)
+        self._complete.append(final)
+        while len(self._complete) > KEPT:
+            shutil.rmtree(self._complete.pop(0), ignore_errors=True)
+        return final
+
+    def remove(self) -> None:
+        """Removes every copy, finished or not. Idempotent."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class CopyWriter:
+    """Writes one safetensors file as the tensors come, in the trainer thread; never raises.
+
+    The format is a length (8 bytes, little endian), a JSON header with each tensor's dtype, shape and place, and the
+    data (https://github.com/huggingface/safetensors). All of the header is known before the first tensor.
+    """
+
+    def __init__(self, directory: Path, specs: Sequence[TensorSpec]) -> None:
+        self.directory = directory
+        self.complete = False
+        self._specs = tuple(specs)
+        self._written = 0
+        self._file: BinaryIO | None = None
+        self._failed = False
+
+    def start(self) -> None:
+        """Begins anew: what an earlier transfer wrote is gone."""
+        self.complete = self._failed = False
+        self._written = 0
+        self._attempt(self._open)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        self._attempt(lambda: self._write(name, tensor))
+
+    def finish(self) -> None:
+        self._attempt(self._close)
+
+    def _open(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        offset, header = 0, {}
+        for spec in self._specs:
+            end = offset + spec.size_bytes
+            dtype = _SAFETENSORS_DTYPES[spec.dtype]
+            header[spec.name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = (self.directory / _FILE).open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        assert self._file is not None
+        expected = self._specs[self._written].name
+        if name != expected:
+            raise OSError(f"tensor {name} came where {expected} was expected")
+        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._written += 1
+
+    def _close(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        self.complete = self._written == len(self._specs)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            step()
+        except OSError as error:
+            self._failed = True
+            if self._file is not None:
+                self._file.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            _log.warning(
+                "no copy of the published weights: an engine that is started again waits for the next publication",
+                directory=str(self.directory.parent),
+                reason=str(error),
+            )
+
+
+class CopyingSource:
+    """A weight source of which every export is also written down."""
+
+    def __init__(self, source: WeightSource, writer: CopyWriter) -> None:
+        self._source = source
+        self._writer = writer
+
+    @property
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        return self._source.tensor_specs
+
+    async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
+        return await self._source.call(function, *args, what=what, timeout_s=timeout_s)
+
+    async def export(self, sink: Sink, timeout_s: float) -> None:
+        await self._source.export(_Both(sink, self._writer), timeout_s)
+
+
+class _Both:
+    """Gives the transport's sink each tensor first: engines are waiting for it."""
+
+    def __init__(self, sink: Sink, writer: CopyWriter) -> None:
+        self._sink = sink
+        self._writer = writer
+        self._started = False
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        if not self._started:
+            self._started = True
+            self._writer.start()
+        self._sink.put(name, tensor)
+        self._writer.put(name, tensor)
+
+    def finish(self) -> None:
+        self._sink.finish()
+        self._writer.finish()

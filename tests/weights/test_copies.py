@@ -1,0 +1,139 @@
+"""Copies of the published weights: complete or absent, and never the reason for a failed publication."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from asyncrl.config import Config
+from asyncrl.errors import WeightUpdateError
+from asyncrl.weights.copies import LARGEST_BYTES, Copies, CopyingSource, CopyWriter, make_copies, weights_directory
+from tests.weights.fakes import random_tensors, specs_of
+
+
+def write(copies: Copies, version: str, seed: int = 0) -> Path | None:
+    tensors = random_tensors(seed)
+    writer = copies.writer(version, specs_of(tensors))
+    assert writer is not None
+    writer.start()
+    for name, tensor in tensors.items():
+        writer.put(name, tensor)
+    writer.finish()
+    return copies.publish(writer, version)
+
+
+def test_a_copy_is_read_back_bit_by_bit_by_the_library_that_engines_use(tmp_path: Path) -> None:
+    directory = write(Copies(tmp_path), "0.1")
+    assert directory is not None and directory.name == "0.1"
+    loaded, expected = load_file(directory / "model.safetensors"), random_tensors()
+    assert loaded.keys() == expected.keys()
+    assert all(
+        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in expected.items()
+    )
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_the_last_two_copies_are_kept(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    for version in ("0.1", "0.2", "0.3"):
+        write(copies, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.2", "0.3"]
+    copies.remove()
+    assert not tmp_path.exists()
+
+
+def test_a_copy_that_was_broken_off_does_not_appear(tmp_path: Path) -> None:
+    copies, tensors = Copies(tmp_path), random_tensors()
+    writer = copies.writer("0.1", specs_of(tensors))
+    assert writer is not None
+    writer.start()
+    writer.put("layer.0.weight", tensors["layer.0.weight"])
+    assert copies.publish(writer, "0.1") is None
+    writer.start()  # the transfer is repeated
+    for name, tensor in tensors.items():
+        writer.put(name, tensor)
+    writer.finish()
+    assert copies.publish(writer, "0.1") is not None
+
+
+def test_a_copy_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert write(Copies(tmp_path / "file" / "weights"), "0.1") is None
+    assert "no copy of the published weights" in capsys.readouterr().out
+
+
+def test_a_full_disk_in_the_middle_leaves_no_half_copy(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this machine has no /dev/full")
+    tensors = random_tensors()
+    writer = CopyWriter(tmp_path / "part", specs_of(tensors))
+    writer.start()
+    assert writer._file is not None
+    writer._file.close()
+    writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the writer closes it
+    for name, tensor in tensors.items():
+        writer.put(name, tensor)
+    writer.finish()
+    assert not writer.complete
+    assert not (tmp_path / "part").exists()
+
+
+def test_large_weights_are_kept_only_where_asked_or_where_one_engine_serves(tmp_path: Path) -> None:
+    def largest(keep: str, engines: int) -> int | str | None:
+        config = Config.model_validate({"run": {"dir": tmp_path}, "weights": {"keep_published": keep}})
+        copies = make_copies(config, engines=engines)
+        return "nothing" if copies is None else copies._largest_bytes
+
+    assert largest("auto", 2) == LARGEST_BYTES
+    assert largest("auto", 1) is None
+    assert largest("always", 2) is None
+    assert largest("never", 1) == "nothing"
+    assert Copies(tmp_path, largest_bytes=10).writer("0.1", specs_of(random_tensors())) is None
+
+
+def test_a_directory_of_the_users_choice_is_shared_by_runs_without_meeting(tmp_path: Path) -> None:
+    def directory(run: str) -> Path:
+        return weights_directory(
+            Config.model_validate({"run": {"dir": tmp_path / run}, "weights": {"directory": tmp_path / "shm"}})
+        )
+
+    assert directory("a").parent == tmp_path / "shm"
+    assert directory("a") == directory("a") != directory("b")
+
+
+@pytest.mark.anyio
+async def test_a_sink_that_fails_fails_the_export_and_leaves_no_copy(tmp_path: Path) -> None:
+    from tests.weights.fakes import ThreadSource
+
+    class Failing:
+        def put(self, name: str, tensor: torch.Tensor) -> None:
+            raise WeightUpdateError("the wire broke")
+
+        def finish(self) -> None: ...
+
+    source = ThreadSource()
+    copies = Copies(tmp_path)
+    writer = copies.writer("0.1", source.tensor_specs)
+    assert writer is not None
+    try:
+        with pytest.raises(WeightUpdateError, match="the wire broke"), anyio.fail_after(10):
+            await CopyingSource(source, writer).export(Failing(), 5.0)
+        assert copies.publish(writer, "0.1") is None
+    finally:
+        source.close()
+
+
+def test_the_header_is_aligned_as_the_format_asks(tmp_path: Path) -> None:
+    directory = write(Copies(tmp_path), "0.1")
+    assert directory is not None
+    raw = (directory / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
