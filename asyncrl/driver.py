@@ -3,7 +3,7 @@
 Invariants
 - An expected failure is one message on stderr and a non-zero exit code; a defect keeps its traceback.
 - Whatever happens, what was built is disposed of, and the run directory says how the job ended. Each stage of that
-  end is bounded by `run.stop_grace_s`, after a success and after a failure alike.
+  end is bounded (some `run.stop_grace_s`), after a success and after a failure alike.
 - On ranks other than 0 nothing but the trainer runs, and only rank 0 speaks of a failure.
 """
 

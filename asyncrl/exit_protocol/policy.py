@@ -19,6 +19,10 @@ GONE_GRACE_S = 2.0
 """How long ranks >= 1 may take for an end of their own once rank 0 is gone."""
 
 
+UNHURRIED = 5.0
+"""An end without a signal may take so many graces: no agent counts its seconds, and it has something left to say."""
+
+
 class Order(Enum):
     """What a policy wants done."""
 
@@ -86,12 +90,14 @@ class RankZeroPolicy:
     def on_rank_zero_gone(self, now: float) -> None:
         raise AssertionError("rank 0 does not watch itself")
 
-    def expect_exit(self, exit_code: int, now: float) -> None:
-        """Each stage of an end (disposal, summary, interpreter) has a grace of its own; a signal gives one for all."""
+    def expect_exit(self, exit_code: int, now: float, error: str = "") -> None:
+        """Each stage of an end (disposal, summary, interpreter) has its own time; a signal gives one grace for all."""
         if self.stopped_by is None:
             self.exit_code = exit_code
-            self.reason = f"the end took longer than {self.stop_grace_s:g} s"
-            self.leave_by = now + self.stop_grace_s
+            self.reason = f"the end took longer than {UNHURRIED * self.stop_grace_s:g} s"
+            if error:
+                self.reason += f" after: {error}"
+            self.leave_by = now + UNHURRIED * self.stop_grace_s
 
 
 class RankPolicy:

@@ -100,20 +100,21 @@ class RankZeroExit:
 
     @contextmanager
     def bounded_end(self) -> Iterator[None]:
-        """The job itself; in whatever way it ends, what follows (disposal first) takes no longer than the grace."""
+        """The job itself; in whatever way it ends, the time for what follows (disposal first) is bounded."""
         try:
             yield
-        except BaseException:
-            self.expect_exit(1)
+        except BaseException as error:
+            told = "" if isinstance(error, anyio.get_cancelled_exc_class()) else f"{type(error).__name__}: {error}"
+            self.expect_exit(1, told)
             raise
         self.expect_exit(0)
 
-    def expect_exit(self, exit_code: int) -> None:
-        """The run is over: the process ends within the grace from now, or is ended with `exit_code`.
+    def expect_exit(self, exit_code: int, error: str = "") -> None:
+        """The run is over: the process ends within some graces from now, or is ended with `exit_code`, naming `error`.
 
         May be called again for the next stage of the end; after a signal all of them share the grace that it began.
         """
-        self._policy.expect_exit(exit_code, time.monotonic())
+        self._policy.expect_exit(exit_code, time.monotonic(), error)
         self._watch.wake()
 
 

@@ -6,7 +6,15 @@ import signal
 
 import pytest
 
-from asyncrl.exit_protocol.policy import GONE_GRACE_S, RANK_MARGIN_S, REPEAT_S, Order, RankPolicy, RankZeroPolicy
+from asyncrl.exit_protocol.policy import (
+    GONE_GRACE_S,
+    RANK_MARGIN_S,
+    REPEAT_S,
+    UNHURRIED,
+    Order,
+    RankPolicy,
+    RankZeroPolicy,
+)
 
 INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
@@ -51,7 +59,12 @@ def test_other_signals_are_none_of_its_business() -> None:
 def test_an_expected_end_is_bounded_and_keeps_its_code() -> None:
     policy = RankZeroPolicy(12.0)
     policy.expect_exit(3, 10.0)
-    assert (policy.exit_code, policy.leave_by) == (3, 22.0)
+    assert (policy.exit_code, policy.leave_by) == (3, 10.0 + UNHURRIED * 12.0)
+    policy.expect_exit(4, 30.0, "the disk is full")  # the next stage has its own time
+    assert (policy.exit_code, policy.leave_by) == (4, 30.0 + UNHURRIED * 12.0)
+    assert policy.reason == "the end took longer than 60 s after: the disk is full"
+    assert policy.on_signal(TERM, 31.0) is Order.STOP_NOW
+    assert policy.leave_by == 43.0
     policy = RankZeroPolicy(12.0)
     policy.on_signal(HUP, 10.0)
     policy.expect_exit(0, 15.0)
