@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,9 @@ from tests.system.jobs import run, write_recipe
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
-def refuse(recipe: Path, *options: str, timeout_s: float = 120) -> str:
+def refuse(recipe: Path, *options: str, timeout_s: float = 120, **how: Any) -> str:
     """Runs the job to its failure; returns the one message."""
-    code, output, _ = run(recipe, *options, timeout_s=timeout_s)
+    code, output, _ = run(recipe, *options, timeout_s=timeout_s, **how)
     assert code not in (0, -9), output
     assert "Traceback" not in output, output
     assert sum(line.startswith("error: ") for line in output.splitlines()) == 1, output
@@ -54,6 +55,17 @@ def test_a_record_that_lacks_the_prompt(recipe: Path) -> None:
     assert "line 2" in message and '"prompt"' in message and "question" in message and "data.prompt_key" in message
 
 
+def test_a_dataset_that_is_missing(recipe: Path) -> None:
+    (recipe.parent / "prompts.jsonl").unlink()
+    message = refuse(recipe)
+    assert "data.source" in message and "prompts.jsonl does not exist" in message
+
+
+def test_a_run_directory_that_no_system_could_make(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("[run]\ndir = ", '[run]\ndir = "a\\u0000b"\nexport = true\n# '))
+    assert "run.dir: 'a\\x00b' is not allowed" in refuse(recipe)
+
+
 def test_an_empty_dataset(recipe: Path) -> None:
     (recipe.parent / "prompts.jsonl").write_text("")
     assert "prompts.jsonl" in refuse(recipe)
@@ -77,20 +89,15 @@ def test_an_engine_that_dies_at_start_is_shown_with_its_last_words(recipe: Path)
     assert "engine-0" in message and "no_such_format" in message
 
 
-@pytest.mark.long
 def test_a_reward_that_fails_on_the_first_batch(recipe: Path) -> None:
     (recipe.parent / "my_rewards.py").write_text("def broken(sample, prompt):\n    return 1 / 0\n")
-    code, output, _ = run(
+    message = refuse(
         recipe,
-        "--reward.function",
-        "my_rewards:broken",
-        "--reward.args",
-        "{}",
+        *("--reward.function", "my_rewards:broken", "--reward.args", "{}"),
         timeout_s=180,
         env={"PYTHONPATH": str(recipe.parent)},
     )
-    assert code != 0 and "Traceback" not in output
-    assert "my_rewards:broken" in output and "division by zero" in output
+    assert "my_rewards:broken failed on 9 of the first 16 samples" in message and "division by zero" in message
 
 
 @pytest.fixture

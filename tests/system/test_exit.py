@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,17 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 LIMIT_S = 15.0
 
-WAYS = ("INT", "TERM", "HUP", "KILL", "agent TERM", "agent KILL", "Ctrl-C twice")
+WAYS = ("INT", "TERM", "HUP", "KILL", "agent INT", "agent TERM", "agent HUP", "agent KILL", "Ctrl-C twice")
+
+SLOW = {
+    "generate": ("--rollout.max-new-tokens", "400", "--rollout.ignore-eos"),
+    "train": (
+        *("--rollout.prompts-per-step", "32", "--rollout.samples-per-prompt", "8"),
+        *("--train.max-tokens-per-microbatch", "40"),  # one sample
+    ),
+}
+"""What makes a moment last for seconds, so that a signal lands in it."""
+SLOW["update"] = SLOW["train"]
 
 
 def end(started: StartedJob, way: str) -> None:
@@ -25,26 +36,48 @@ def end(started: StartedJob, way: str) -> None:
             os.kill(agent, signal.SIGINT)
             time.sleep(1)
             os.kill(agent, signal.SIGINT)
-        case "agent TERM" | "agent KILL":
-            os.kill(agent, getattr(signal, f"SIG{way.split()[1]}"))
         case _:
-            os.kill(driver, getattr(signal, f"SIG{way}"))
+            who, _, name = way.rpartition(" ")
+            os.kill(agent if who else driver, getattr(signal, f"SIG{name}"))
+
+
+def ids(started: StartedJob, kind: str, field: str) -> set[Any]:
+    return {event[field] for event in started.events() if event["kind"] == kind}
+
+
+def is_in(started: StartedJob, moment: str) -> bool:
+    """Whether the job is in that part of a step now, by its own account."""
+    match moment:
+        case "generate":
+            return bool(ids(started, "group_running", "group_id") - ids(started, "group_finished", "group_id"))
+        case "train":
+            delivered = {rollout + 1 for rollout in ids(started, "groups_delivered", "rollout_id")}
+            return bool(delivered - ids(started, "trainer_stepped", "step"))
+        case _:
+            trained = {f"0.{step}" for step in ids(started, "trainer_stepped", "step")}
+            return bool(trained - ids(started, "weights_published", "version"))
 
 
 def reach(started: StartedJob, moment: str) -> None:
     started.wait_for_event("process_spawned", 60, name="engine-0")
     if moment.startswith("start"):
         time.sleep(float(moment.split("+")[1]))
-        return
-    kind = {"generate": "group_running", "train": "groups_delivered", "update": "trainer_stepped"}[moment]
-    started.wait_for_event(kind, 150)
-
-
-def assert_it_ends(tmp_path: Path, model: Path, way: str, moment: str) -> None:
-    recipe = write_recipe(tmp_path, model, steps=100_000)
-    with job(recipe, torchrun=1) as started:
-        reach(started, moment)
         started.note_ports()
+        return
+    started.wait_for_event("weights_published", 150)
+    started.note_ports()
+    if moment == "update":  # it takes milliseconds, or for ever when the engine's scheduler stands still
+        started.wait_for("training", lambda: is_in(started, "train"), 150)
+        [scheduler] = [member for member in started.members() if "sglang::schedul" in member.name()]
+        scheduler.suspend()
+    started.wait_for(moment, lambda: is_in(started, moment), 150)
+
+
+def assert_it_ends(tmp_path: Path, model: Path, way: str, moment: str, ranks: int = 1) -> None:
+    recipe = write_recipe(tmp_path, model, steps=100_000)
+    with job(recipe, *SLOW.get(moment, ()), torchrun=ranks) as started:
+        reach(started, moment)
+        assert moment.startswith("start") or is_in(started, moment), "the moment has passed"
         end(started, way)
         started.assert_nothing_is_left(LIMIT_S)
         assert started.process.wait(timeout=5) != 0
@@ -64,3 +97,12 @@ def test_nothing_outlives_the_job_whatever_ends_it(
     tmp_path: Path, tiny_models: tuple[Path, Path], way: str, moment: str
 ) -> None:
     assert_it_ends(tmp_path, tiny_models[0], way, moment)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["start+6", "train", "update"])
+@pytest.mark.parametrize("way", ["INT", "KILL", "agent TERM", "agent KILL", "Ctrl-C twice"])
+def test_nothing_outlives_a_job_of_two_ranks(
+    tmp_path: Path, tiny_models: tuple[Path, Path], way: str, moment: str
+) -> None:
+    assert_it_ends(tmp_path, tiny_models[0], way, moment, ranks=2)
