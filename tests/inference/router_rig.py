@@ -37,6 +37,8 @@ class StandIn:
 
     status: int = 200
     """Of /generate."""
+    error_code: str | None = None
+    """The router's own word for what went wrong, where the stand-in plays a router."""
     served: list[str] = field(default_factory=list)
     """Request ids that were answered with 200."""
     keys: list[str | None] = field(default_factory=list)
@@ -88,7 +90,8 @@ class StandIn:
             assert request.transport is not None
             request.transport.abort()
         if self.status != 200:
-            return web.json_response({"error": {"message": "scripted"}}, status=self.status)
+            headers = {} if self.error_code is None else {"X-SMG-Error-Code": self.error_code}
+            return web.json_response({"error": {"message": "scripted"}}, status=self.status, headers=headers)
         self.served.append(rid)
         meta = {
             "id": rid,

@@ -100,6 +100,11 @@ def test_torchrun_does_not_reach_into_the_engine() -> None:
     assert environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_an_engine_keeps_idle_connections_longer_than_the_router_does() -> None:
+    environment = engine_environment(placement(), device="cuda", cores=(0,), scratch=SCRATCH)
+    assert int(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 90
+
+
 def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
     environment = engine_environment(placement(2, (2, 3)), device="cuda", cores=(0,), scratch=SCRATCH)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -124,6 +129,23 @@ def test_the_router_judges_engines_by_the_endpoint_that_answers_while_paused() -
     assert argv[argv.index("--prometheus-port") + 1] == "2"
     assert "--disable-retries" in argv
     assert "--disable-circuit-breaker" in argv
+
+
+def test_router_arguments_are_passed_through_and_win() -> None:
+    config = RouterConfig(
+        breaker_failures=7, health_interval_s=2, args={"cb_timeout_duration_secs": 3, "log_level": "info"}
+    )
+    parsed = parse("sglang-router", router_argv(config, host="127.0.0.1", port=1, prometheus_port=2)[4:])
+    assert (parsed.cb_failure_threshold, parsed.cb_timeout_duration_secs) == (7, 3)
+    assert not parsed.disable_circuit_breaker
+    assert parsed.health_check_interval_secs == 2
+    assert parsed.log_level == "info"
+
+
+def test_smg_is_told_that_a_pause_and_a_full_queue_are_normal() -> None:
+    argv = router_argv(RouterConfig(package="smg"), host="127.0.0.1", port=1, prometheus_port=2)
+    assert argv[3] == "smg"
+    assert {"--disable-worker-overload-protection", "--worker-wedge-secs", "--disable-tokenizer-autoload"} <= set(argv)
 
 
 def test_the_installed_router_knows_every_flag() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.router_args import MODULES, is_installed
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
-from asyncrl.rollout.engine_client import EngineClient
+from asyncrl.rollout.engine_client import EngineClient, GenerationFailed
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryPolicy
 from tests.inference.router_rig import RealRouter, StandIn, real_router, stand_in
@@ -43,10 +43,10 @@ async def fleet(
 
 
 def client_of(
-    router: RealRouter, sticky: Literal["off", "group", "sample"], failures: list[RequestFailed] | None = None
+    url: str, sticky: Literal["off", "group", "sample"], failures: list[RequestFailed] | None = None
 ) -> EngineClient:
     return EngineClient(
-        router.client.url,
+        url,
         vocab_size=8,
         concurrency=64,
         timeout_s=10,
@@ -103,7 +103,7 @@ async def test_the_samples_of_a_group_share_an_engine_and_so_do_the_attempts_of_
 ) -> None:
     async with fleet(tmp_path, package, 2) as (router, engines):
         await router.add(*engines)
-        async with client_of(router, "group") as client, anyio.create_task_group() as task_group:
+        async with client_of(router.client.url, "group") as client, anyio.create_task_group() as task_group:
             for group in GROUPS:
                 for index in range(4):
                     task_group.start_soon(client.generate, f"{group}.{index:03d}", PROMPT, SAMPLING)
@@ -117,7 +117,7 @@ async def test_a_sample_whose_engine_left_goes_on_elsewhere(tmp_path: Path, pack
     async with fleet(tmp_path, package, 2) as (router, engines):
         await router.add(*engines)
         failures: list[RequestFailed] = []
-        async with client_of(router, "sample", failures) as client:
+        async with client_of(router.client.url, "sample", failures) as client:
             await client.generate("00000000.000", PROMPT, SAMPLING)
             [home] = [engine for engine in engines if engine.keys]
             [other] = [engine for engine in engines if not engine.keys]
@@ -132,7 +132,7 @@ async def test_a_sample_whose_engine_left_goes_on_elsewhere(tmp_path: Path, pack
 async def test_a_request_without_an_engine_is_waited_out(tmp_path: Path, package: str) -> None:
     async with fleet(tmp_path, package, 1) as (router, [engine]):
         failures: list[RequestFailed] = []
-        async with client_of(router, "off", failures) as client, anyio.create_task_group() as task_group:
+        async with client_of(router.client.url, "off", failures) as client, anyio.create_task_group() as task_group:
             task_group.start_soon(client.generate, "00000000.000", PROMPT, SAMPLING)
             with anyio.fail_after(5):
                 while not failures:
@@ -140,6 +140,24 @@ async def test_a_request_without_an_engine_is_waited_out(tmp_path: Path, package
             await router.add(engine)
         assert {failure.failure for failure in failures} == {FailureKind.BUSY}
         assert engine.keys == [None]
+
+
+async def test_smgs_word_for_no_engine_is_waited_out_and_a_404_of_an_engine_is_not() -> None:
+    failures: list[RequestFailed] = []
+    async with stand_in() as router, client_of(router.url, "off", failures) as client:
+        router.status = 404
+        with pytest.raises(GenerationFailed):
+            await client.generate("00000000.000", PROMPT, SAMPLING)
+        router.error_code = "model_not_found"
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(client.generate, "00000000.001", PROMPT, SAMPLING)
+            with anyio.fail_after(5):
+                while len(failures) < 3:
+                    await anyio.lowlevel.checkpoint()
+            router.status = 200
+    kinds = [failure.failure for failure in failures]
+    assert kinds[0] is FailureKind.REFUSED
+    assert set(kinds[1:]) == {FailureKind.BUSY}
 
 
 def test_keys_are_those_of_groups_and_samples() -> None:
