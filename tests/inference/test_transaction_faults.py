@@ -11,153 +11,28 @@ from __future__ import annotations
 import functools
 import shutil
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
-import torch
-from torch import Tensor
 
-from asyncrl.data.fleet import EngineState
 from asyncrl.errors import TrainerError, WeightUpdateError
-from asyncrl.inference import engine_api, updates
-from asyncrl.inference import router as router_client
-from asyncrl.inference.engine_api import EngineClient
-from asyncrl.observability.waits import waiting
-from asyncrl.weights.publication import PublicationReport, publish
-from asyncrl.weights.transfer import Transport
-from asyncrl.weights.transports import broadcast
-from asyncrl.weights.transports.broadcast import BroadcastTransport
-from asyncrl.weights.transports.disk import DiskTransport
 from asyncrl.weights.transports.process_group import TransferGroup
-from tests.inference.conftest import Fleet, StartFleet
-from tests.scripted import Fault, ScriptedEngine, die, freeze, hang, instead, refuse
+from tests.inference.conftest import StartFleet
+from tests.inference.transaction_rig import TRANSFER_S, Rig, rig, shorten_deadlines
+from tests.scripted import Fault, die, freeze, hang, instead, refuse
 from tests.scripted.server import ScriptedServer
-from tests.weights.fakes import ThreadSource
 
 pytestmark = pytest.mark.anyio
 
-CALL_S = 0.7
-"""Longest control call here; measured under 10 ms."""
-TRANSFER_S = 0.7
-BUCKET_BYTES = 3 * 1024
 BOUND_S = 8.0
 """For the publication that is hit: two transfers and a take-back, each with its waits in a row."""
 
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines of control calls are cut; those that follow from the transport's own timeout are not."""
-
-    def impatient(what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
-        return waiting(what, subject, CALL_S if timeout_s >= 10.0 else timeout_s)
-
-    monkeypatch.setattr(engine_api, "waiting", impatient)
-    monkeypatch.setattr(router_client, "waiting", impatient)
-    monkeypatch.setattr(updates, "TAKE_BACK_TIMEOUT_S", CALL_S)
-    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.5)
-    monkeypatch.setattr(broadcast, "CANCEL_GRACE_S", 1.0)
-    monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)
-    monkeypatch.setattr(broadcast, "HEAD_START_S", 0.02)
-
-
-# the rig
-
-
-@functools.cache
-def tensors_of(version: str) -> dict[str, Tensor]:
-    """Three buckets: six small tensors, and in the middle one that is larger than a bucket and travels as it is."""
-    generator = torch.Generator().manual_seed(zlib.crc32(version.encode()))
-    shapes = {f"layer.{i}": (16, 16) for i in range(3)} | {"big": (32, 40)} | {f"layer.{i}": (256,) for i in (3, 4, 5)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-LAST_TENSOR = {"first bucket": 2, "middle bucket": 3, "last bucket": 6}
-"""Step → number of the exported tensor that completes its bucket."""
-
-
-@dataclass
-class Rig:
-    fleet: Fleet
-    source: ThreadSource
-    transport: Transport
-    versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-
-    async def publish(self, version: str) -> PublicationReport:
-        self.source.tensors = self.versions[version] = tensors_of(version)
-        return await publish(
-            self.fleet.controller,
-            self.source,
-            self.transport,
-            version=version,
-            attempts=2,
-            events=self.fleet.events,
-            begin_timeout_s=5.0,
-            commit_timeout_s=5.0,
-            cleanup_timeout_s=2.0,
-            idle_timeout_s=5.0,
-            abandon_timeout_s=5.0,
-        )
-
-    def complaints(self) -> list[str]:
-        """What is not as it must be between publications."""
-        found: list[str] = []
-        view = self.fleet.controller.fleet()
-        for status, engine in zip(view.engines, self.fleet.engines, strict=True):
-            who, serves = status.endpoint.engine_id, status.state is EngineState.SERVING
-            routed = status.endpoint.url in self.fleet.router.workers
-            if not engine.alive:
-                found += [f"{who} is dead and serves"] if serves else []
-                found += [f"{who} is dead and routed"] if routed else []
-                continue
-            found += [f"{who} is paused"] if engine.paused else []
-            found += [f"{who} has an open session"] if engine.session else []
-            if serves or routed:
-                expected = self.versions.get(view.published_version or "", {})
-                if engine.version != view.published_version:
-                    found.append(f"{who} serves {engine.version} and not {view.published_version}")
-                if not holds(engine, expected):
-                    found.append(f"{who} serves as {engine.version} what was not published as that")
-            if serves and not routed:
-                found.append(f"{who} serves and is not routed")
-        return found
-
-    def serves(self, number: int, version: str) -> bool:
-        engine = self.fleet.engines[number]
-        return engine.alive and engine.version == version and engine.url in self.fleet.router.workers
-
-
-def holds(engine: ScriptedEngine, tensors: dict[str, Tensor]) -> bool:
-    held = engine.weights.tensors
-    return held.keys() == tensors.keys() and all(torch.equal(held[name], t) for name, t in tensors.items())
-
-
-@asynccontextmanager
-async def rig(start_fleet: StartFleet, kind: str = "broadcast", directory: Path | None = None) -> AsyncIterator[Rig]:
-    source = ThreadSource(tensors_of("base"))
-    transport: Transport
-    if kind == "disk":
-        assert directory is not None
-        transport = DiskTransport(
-            EngineClient.open, directory=directory, bucket_bytes=BUCKET_BYTES, timeout_s=TRANSFER_S
-        )
-    else:
-        transport = BroadcastTransport(
-            EngineClient.open, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=TRANSFER_S
-        )
-    try:
-        async with start_fleet(2, tensors=tensors_of("base"), weights={"verify": "always"}) as fleet:
-            await fleet.controller.wait_ready()
-            yield Rig(fleet, source, transport)
-            with anyio.CancelScope(shield=True):
-                await transport.aclose()
-        assert fleet.failures == []
-    finally:
-        source.close()
+    shorten_deadlines(monkeypatch)
 
 
 # what goes wrong, and where
@@ -187,6 +62,9 @@ FIRST_STEPS: dict[str, tuple[str, int]] = {
     "continue": STEPS["continue"],
 }
 """The same for the first publication: what only it does, and one step of each other kind."""
+
+LAST_TENSOR = {"first bucket": 2, "middle bucket": 3, "last bucket": 6}
+"""Step → number of the exported tensor that completes its bucket."""
 
 DISK_STEPS: dict[str, tuple[str, int]] = {
     "begin session": STEPS["begin session"],
@@ -280,7 +158,7 @@ async def test_an_engine_fails_with_the_disk_transport(
     start_fleet: StartFleet, tmp_path: Path, step: str, what: str
 ) -> None:
     endpoint, nth = DISK_STEPS[step]
-    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+    async with rig(start_fleet, disk=tmp_path / "weights") as r:
         await r.publish("0.0")
         await fail_one_engine(r, "0.1", ENGINE_FAULTS[what](endpoint, nth=nth))
 
@@ -326,7 +204,7 @@ async def test_the_first_publication_is_cancelled(start_fleet: StartFleet, step:
 
 
 async def test_a_load_from_disk_is_cancelled(start_fleet: StartFleet, tmp_path: Path) -> None:
-    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+    async with rig(start_fleet, disk=tmp_path / "weights") as r:
         await r.publish("0.0")
         await cancel_at(r, "0.1", *DISK_STEPS["load"])
 
@@ -342,7 +220,7 @@ async def test_the_trainer_raises_in_its_export(start_fleet: StartFleet, step: s
 
 
 async def test_the_trainer_raises_while_it_writes_to_disk(start_fleet: StartFleet, tmp_path: Path) -> None:
-    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+    async with rig(start_fleet, disk=tmp_path / "weights") as r:
         await r.publish("0.0")
         await fail_trainer(r, "0.1", LAST_TENSOR["middle bucket"])
         await check_after(r, "0.1 again")
@@ -351,7 +229,7 @@ async def test_the_trainer_raises_while_it_writes_to_disk(start_fleet: StartFlee
 async def test_a_disk_that_cannot_be_written_leaves_the_old_version_serving(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
-    async with rig(start_fleet, "disk", tmp_path / "weights") as r:
+    async with rig(start_fleet, disk=tmp_path / "weights") as r:
         await r.publish("0.0")
         shutil.rmtree(tmp_path / "weights")
         (tmp_path / "weights").write_text("a file where the directory belongs")

@@ -1,0 +1,163 @@
+"""Failures that systems of this kind are known for, provoked on scripted engines: each a behaviour of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+from asyncrl.errors import TrainerError
+from asyncrl.inference.engine_api import EngineClient
+from asyncrl.rollout.engine_client import EngineClient as RolloutClient
+from asyncrl.rollout.retry import RetryPolicy
+from asyncrl.rollout.wire import Generation
+from tests.inference.conftest import StartFleet, eventually
+from tests.inference.transaction_rig import Rig, holds, rig, shorten_deadlines, tensors_of
+from tests.scripted import Latency, ScriptedEngine, instead
+
+pytestmark = pytest.mark.anyio
+
+TOKENS = 60
+SAMPLING = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":true}' % TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_deadlines(monkeypatch)
+
+
+async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Generation]:
+    """Publishes in the middle of `requests` generations; returns them all."""
+    generations: list[Generation] = []
+    client = RolloutClient(
+        rig.fleet.controller.router_url,
+        vocab_size=1 << 20,
+        concurrency=requests,
+        timeout_s=10.0,
+        policy=RetryPolicy(retries=0, patience_s=1.0, first_delay_s=0.1),
+    )
+
+    async def one(number: int) -> None:
+        generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))
+
+    async with client, anyio.create_task_group() as task_group:
+        for number in range(requests):
+            task_group.start_soon(one, number)
+        await eventually(lambda: sum(e.generation.running + e.generation.waiting for e in rig.fleet.engines) > 0)
+        await anyio.sleep(0.05)  # tokens of the old version
+        await rig.publish(version)
+    return generations
+
+
+async def test_more_requests_than_slots_survive_an_update_that_flushes_the_cache(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet, latency=Latency(token_s=0.004), slots=4) as r:
+        await r.publish("0.0")
+        generations = await publish_under_load(r, "0.1", requests=24)
+        assert [len(g.output_ids) for g in generations] == [TOKENS] * 24
+        spans = [tuple(span.version for span in g.versions) for g in generations]
+        assert ("0.0", "0.1") in spans, "none was in the middle"
+        assert set(spans) <= {("0.0",), ("0.0", "0.1"), ("0.1",)}
+        assert all(update["flush_cache"] for engine in r.fleet.engines for update in engine.updates[-1:])
+
+
+async def test_weights_never_change_under_a_running_request(start_fleet: StartFleet) -> None:
+    seen: list[tuple[str, bool, int]] = []
+
+    def look(engine: ScriptedEngine, endpoint: str) -> Callable[[], Awaitable[None]]:
+        async def record() -> None:
+            seen.append((endpoint, engine.paused, engine.generation.running))
+
+        return record
+
+    async with rig(start_fleet, latency=Latency(token_s=0.004)) as r:
+        await r.publish("0.0")
+        for engine in r.fleet.engines:
+            for endpoint in ("begin_weight_update", "update_weights_from_distributed", "end_weight_update"):
+                engine.script(instead(endpoint, look(engine, endpoint), times=None))
+        await publish_under_load(r, "0.1", requests=8)
+    assert {endpoint for endpoint, _, _ in seen} >= {"begin_weight_update", "update_weights_from_distributed"}
+    assert all(paused and running == 0 for _, paused, running in seen)
+
+
+async def test_a_prompt_is_not_answered_from_the_cache_of_old_weights(start_fleet: StartFleet) -> None:
+    prompt = list(range(50))
+
+    async with rig(start_fleet, engines=1) as r:
+        await r.publish("0.0")
+        engine = r.fleet.engines[0]
+
+        async def ask() -> tuple[int, list[float]]:
+            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, "temperature": 0.0}}
+            meta = (await engine.generation.generate(body, lambda: False))["meta_info"]
+            return meta["cached_tokens"], [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+
+        first, again = await ask(), await ask()
+        assert (first[0], again[0]) == (0, 49)
+        assert first[1] == again[1]
+        await r.publish("0.1")
+        cached, logprobs = await ask()
+        assert cached == 0
+        assert logprobs != first[1]
+        other = ScriptedEngine(tensors_of("0.1"))  # one that never held anything else
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, "temperature": 0.0}}
+        fresh = await other.generation.generate(body, lambda: False)
+        assert logprobs == [logprob for logprob, _, _ in fresh["meta_info"]["output_token_logprobs"]]
+
+
+async def test_an_engine_that_says_yes_and_holds_garbage_never_serves(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet) as r:
+        broken = r.fleet.engines[1]
+
+        async def flip_a_bit() -> None:
+            broken.weights.load([("layer.1", torch.zeros(16, 16))])
+
+        broken.script(instead("end_weight_update", flip_a_bit))
+        await r.publish("0.0")
+        assert r.complaints() == []
+        assert r.serves(0, "0.0")
+        assert not broken.alive
+
+
+async def test_after_a_trainer_that_left_in_mid_transfer_no_engine_is_routed_until_it_holds_a_version(
+    start_fleet: StartFleet,
+) -> None:
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+
+        def leave(number: int) -> None:
+            if number == 5:
+                raise TrainerError("trainer rank 0: killed")
+
+        r.source.before_tensor = leave
+        with pytest.raises(TrainerError):
+            await r.publish("0.1")
+        assert r.fleet.router.workers == []
+        assert not any(holds(engine, tensors_of("0.0")) for engine in r.fleet.engines), "nothing was transferred"
+        r.source.before_tensor = None
+        await r.publish("0.2")
+        assert r.serves(0, "0.2") and r.serves(1, "0.2")
+
+
+async def test_a_recovered_engine_answers_first_with_the_published_weights(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    """It loads the base weights when it starts again, as what looks like a version of its own."""
+    async with rig(start_fleet, restarts=3, copies=tmp_path / "copies") as r:
+        await r.publish("0.0")
+        await r.publish("0.1")
+        victim = r.fleet.engines[1]
+        for life in (2, 3):
+            victim.kill()
+            await eventually(lambda life=life: victim.lives == life and r.serves(1, "0.1"))
+            assert r.complaints() == []
+            assert victim.calls[::-1].index("update_weights_from_disk") < victim.calls[::-1].index("generate")
+            async with EngineClient.open("engine-1", victim.url) as client:
+                answer = await client.generate([1])
+            assert answer.meta_info.weight_version == "0.1"
+            assert holds(victim, tensors_of("0.1"))
+        await r.publish("0.2")
+        assert r.serves(0, "0.2") and r.serves(1, "0.2")

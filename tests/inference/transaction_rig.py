@@ -1,0 +1,154 @@
+"""A publication with everything real but the engines: controller, transports, trainer thread, gloo group.
+
+`Rig.complaints` says what is not as it must be between publications, asked of the engines and not of the controller.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.data.fleet import EngineState
+from asyncrl.inference import engine_api, updates
+from asyncrl.inference import router as router_client
+from asyncrl.inference.engine_api import EngineClient
+from asyncrl.observability.waits import waiting
+from asyncrl.weights.copies import Copies
+from asyncrl.weights.publication import PublicationReport, publish
+from asyncrl.weights.transfer import Transport
+from asyncrl.weights.transports import broadcast
+from asyncrl.weights.transports.broadcast import BroadcastTransport
+from asyncrl.weights.transports.disk import DiskTransport
+from tests.inference.conftest import Fleet, StartFleet
+from tests.scripted import Latency, ScriptedEngine
+from tests.weights.fakes import ThreadSource
+
+CALL_S = 0.7
+"""Longest control call here; measured under 10 ms."""
+TRANSFER_S = 0.7
+BUCKET_BYTES = 3 * 1024
+
+
+def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines of control calls are cut; those that follow from the transport's own timeout are not."""
+
+    def impatient(what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
+        return waiting(what, subject, CALL_S if timeout_s >= 10.0 else timeout_s)
+
+    monkeypatch.setattr(engine_api, "waiting", impatient)
+    monkeypatch.setattr(router_client, "waiting", impatient)
+    monkeypatch.setattr(updates, "TAKE_BACK_TIMEOUT_S", CALL_S)
+    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.5)
+    monkeypatch.setattr(broadcast, "CANCEL_GRACE_S", 1.0)
+    monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)
+    monkeypatch.setattr(broadcast, "HEAD_START_S", 0.02)
+
+
+@functools.cache
+def tensors_of(version: str) -> dict[str, Tensor]:
+    """Three buckets: six small tensors, and in the middle one that is larger than a bucket and travels as it is."""
+    generator = torch.Generator().manual_seed(zlib.crc32(version.encode()))
+    shapes = {f"layer.{i}": (16, 16) for i in range(3)} | {"big": (32, 40)} | {f"layer.{i}": (256,) for i in (3, 4, 5)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@dataclass
+class Rig:
+    fleet: Fleet
+    source: ThreadSource
+    transport: Transport
+    copies: Copies | None
+    versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    async def publish(self, version: str) -> PublicationReport:
+        self.source.tensors = self.versions[version] = tensors_of(version)
+        return await publish(
+            self.fleet.controller,
+            self.source,
+            self.transport,
+            version=version,
+            attempts=2,
+            events=self.fleet.events,
+            copies=self.copies,
+            begin_timeout_s=5.0,
+            commit_timeout_s=5.0,
+            cleanup_timeout_s=2.0,
+            idle_timeout_s=5.0,
+            abandon_timeout_s=5.0,
+        )
+
+    def complaints(self) -> list[str]:
+        """What is not as it must be between publications."""
+        found: list[str] = []
+        view = self.fleet.controller.fleet()
+        for status, engine in zip(view.engines, self.fleet.engines, strict=True):
+            who, serves = status.endpoint.engine_id, status.state is EngineState.SERVING
+            routed = status.endpoint.url in self.fleet.router.workers
+            if not engine.alive:
+                found += [f"{who} is dead and serves"] if serves else []
+                found += [f"{who} is dead and routed"] if routed else []
+                continue
+            found += [f"{who} is paused"] if engine.paused else []
+            found += [f"{who} has an open session"] if engine.session else []
+            if serves or routed:
+                expected = self.versions.get(view.published_version or "", {})
+                if engine.version != view.published_version:
+                    found.append(f"{who} serves {engine.version} and not {view.published_version}")
+                if not holds(engine, expected):
+                    found.append(f"{who} serves as {engine.version} what was not published as that")
+            if serves and not routed:
+                found.append(f"{who} serves and is not routed")
+        return found
+
+    def serves(self, number: int, version: str) -> bool:
+        engine = self.fleet.engines[number]
+        return engine.alive and engine.version == version and engine.url in self.fleet.router.workers
+
+
+def holds(engine: ScriptedEngine, tensors: dict[str, Tensor]) -> bool:
+    held = engine.weights.tensors
+    return held.keys() == tensors.keys() and all(torch.equal(held[name], t) for name, t in tensors.items())
+
+
+@asynccontextmanager
+async def rig(
+    start_fleet: StartFleet,
+    *,
+    engines: int = 2,
+    disk: Path | None = None,
+    copies: Path | None = None,
+    restarts: int = 0,
+    latency: Latency | None = None,
+    slots: int = 128,
+) -> AsyncIterator[Rig]:
+    """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies."""
+
+    def prepare(fleet: Fleet) -> None:
+        for engine in fleet.engines:
+            engine.latency, engine.slots = latency or engine.latency, slots
+
+    source = ThreadSource(tensors_of("base"))
+    options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TRANSFER_S}
+    transport: Transport = BroadcastTransport(EngineClient.open, backend="gloo", **options)
+    if disk is not None:
+        transport = DiskTransport(EngineClient.open, directory=disk, **options)
+    try:
+        async with start_fleet(
+            engines, tensors=tensors_of("base"), prepare=prepare, restarts=restarts, weights={"verify": "always"}
+        ) as fleet:
+            await fleet.controller.wait_ready()
+            yield Rig(fleet, source, transport, None if copies is None else Copies(copies))
+            with anyio.CancelScope(shield=True):
+                await transport.aclose()
+        assert fleet.failures == []
+    finally:
+        source.close()
