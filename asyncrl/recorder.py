@@ -7,21 +7,29 @@ One place feeds all who listen: the live display, metrics.jsonl, events.jsonl an
 from __future__ import annotations
 
 import math
+import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.observability.display import Display, StepReport
-from asyncrl.observability.events import EventLog, StepFinished
+from asyncrl.data.fleet import EngineState
+from asyncrl.observability.display import Display
+from asyncrl.observability.events import EventLog, LoopStarted, StepFinished
 from asyncrl.observability.metrics import MetricsLog, StepTimer
+from asyncrl.observability.run_view import StepReport
 from asyncrl.observability.summary import RunSummary, print_summary, write_curve, write_summary
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.rollout.metrics import RolloutMetrics
     from asyncrl.weights.publication import PublicationReport
+
+
+_SERVING = frozenset({EngineState.SERVING, EngineState.UPDATING, EngineState.OFFLOADED})
+"""States of an engine that takes its part; it is STOPPED only where that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,12 @@ class Recorder:
         self._evaluations: list[Evaluation] = []
         self._export: Path | None = None
         self._steps = 0
-        self._tokens = 0
-        self._largest_logprob_diff = 0.0
+        self._trained_tokens: float | None = None
+        self._largest_logprob_diff: float | None = None
+        self._lost = _Lost()
+        self._engines: dict[str, str] = {}
+        self._loop_began = False
+        events.listen(self._watch_engines)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Counts the time of the body as `name` (startup, generate, train, publish, eval)."""
@@ -56,7 +68,9 @@ class Recorder:
         """The steps begin; all time so far was start-up."""
         self._steps = first_step
         self._display.start(total_steps)
-        self._timer.finish_step()
+        time = self._timer.finish_step()
+        self._events.emit(LoopStarted(seconds=time.seconds, phases=dict(time.phases)))
+        self._loop_began = True
 
     def note(self, text: str) -> None:
         """One line worth keeping on the screen."""
@@ -88,9 +102,13 @@ class Recorder:
         time = self._timer.finish_step()
         metrics = {**rollout.as_dict(), **training, **publication.metrics()}
         self._steps = step
-        self._tokens += rollout.response_tokens
         self._rewards.append(rollout.reward_mean)
-        self._largest_logprob_diff = max(self._largest_logprob_diff, training.get("train/logprob_diff_max", 0.0))
+        if (tokens := training.get("train/trained_tokens")) is not None:
+            self._trained_tokens = (self._trained_tokens or 0.0) + tokens
+        if (difference := training.get("train/logprob_diff_max")) is not None:
+            self._largest_logprob_diff = max(self._largest_logprob_diff or 0.0, difference)
+        silent = training.get("train/groups_without_signal")
+        self._lost.add(rollout, None if silent is None else int(silent))
         self._metrics.write(step, {**metrics, **time.metrics()})
         self._events.emit(StepFinished(step=step, seconds=time.seconds, version=publication.version))
         self._display.step(
@@ -103,8 +121,19 @@ class Recorder:
                 seconds=time.seconds,
                 time_split=time.phases,
                 accuracy=next((e.accuracy for e in self._evaluations if e.step == step - 1), None),
+                groups=rollout.groups,
+                groups_without_signal=None if silent is None else int(silent),
+                samples=rollout.samples + rollout.failed_samples,
+                failed_samples=rollout.failed_samples,
+                dropped_groups=rollout.dropped_groups,
+                failure=rollout.failure,
             )
         )
+        if self._lost.silent_steps == 1 and silent == rollout.groups:
+            self._display.note(
+                f"step {step} learned nothing: within each of its {rollout.groups} groups all rewards are equal. Where "
+                "that goes on, the task is too easy or too hard, or the reward does not tell samples apart"
+            )
 
     def summary(self, outcome: str, model: Path) -> RunSummary:
         """The run as it stands."""
@@ -120,12 +149,61 @@ class Recorder:
             rewards=tuple(self._rewards),
             accuracies=tuple((e.step, e.accuracy) for e in self._evaluations),
             outcome=outcome,
-            facts={
-                "model": str(model),
-                "tokens trained": self._tokens,
-                "largest log-prob difference": self._largest_logprob_diff,
-            },
+            facts={"model": os.path.abspath(model)} | self._facts(),
         )
+
+    def _facts(self) -> dict[str, str | int | float | None]:
+        """What was measured, and what went wrong; nothing that was not."""
+        facts: dict[str, str | int | float | None] = {}
+        if self._trained_tokens is not None:
+            facts["tokens trained"] = int(self._trained_tokens)
+        if self._largest_logprob_diff is not None:
+            facts["largest log-prob difference"] = self._largest_logprob_diff
+        return facts | self._lost.facts()
+
+    def _watch_engines(self, event: Mapping[str, Any]) -> None:
+        """Tells the display how many engines serve; before the first step none does, and that is no news."""
+        if event["kind"] != "engine_state":
+            return
+        self._engines[event["engine"]] = event["state"]
+        if self._loop_began:
+            states = [state for state in self._engines.values() if state != EngineState.STOPPED]
+            self._display.engines(sum(state in _SERVING for state in states), len(states))
+
+
+class _Lost:
+    """Samples and groups of a run that taught nothing."""
+
+    def __init__(self) -> None:
+        self.silent_steps = 0
+        """Steps in which no group had a signal."""
+        self._samples = self._failed = self._groups = self._silent = self._dropped = 0
+        self._failures: Counter[str] = Counter()
+        """Failed samples by the failure that most of their step had in common."""
+
+    def add(self, rollout: RolloutMetrics, silent: int | None) -> None:
+        """Counts a step; `silent` of its groups have no signal, None where that does not matter."""
+        self._samples += rollout.samples + rollout.failed_samples
+        self._failed += rollout.failed_samples
+        self._dropped += rollout.dropped_groups
+        if rollout.failure:
+            self._failures[rollout.failure] += max(1, rollout.failed_samples)
+        if silent is not None:
+            self._groups += rollout.groups
+            self._silent += silent
+            self.silent_steps += silent == rollout.groups
+
+    def facts(self) -> dict[str, str | int | float | None]:
+        """Lines of the summary."""
+        facts: dict[str, str | int | float | None] = {}
+        reason = f", most often: {self._failures.most_common(1)[0][0]}" if self._failures else ""
+        if self._failed:
+            facts["failed samples"] = f"{self._failed} of {self._samples}{reason}"
+        if self._dropped:
+            facts["groups replaced"] = f"{self._dropped}" + ("" if self._failed else reason)
+        if self._silent:
+            facts["groups without signal"] = f"{self._silent} of {self._groups}, their rewards being all equal"
+        return facts
 
 
 def conclude(recorder: Recorder, outcome: str, *, run_dir: Path, model: Path) -> None:

@@ -17,51 +17,25 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, Protocol, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observability.metrics import OTHER, phase_name
+from asyncrl.observability.run_view import DisplayState, StepReport, engines_text, idle_line, render, step_line
 from asyncrl.observability.terminal import TerminalWriter
-from asyncrl.observability.text_plots import duration, sparkline, time_bar, time_legend, time_split_text
 from asyncrl.observability.waits import WAITS, Wait
 
 _REFRESH_S = 0.25
 _QUIET_S = 15.0
 """Plain output says what is going on when it has said nothing for so long."""
-_ETA_STEPS = 10
-"""Steps whose mean duration the estimate of the end is made from."""
-_SHOWN_WAITS = 4
 _PENDING_LINES = 10_000
 """Lines kept for a terminal that is paused; older ones are lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one finished step has to say."""
-
-    step: int
-    """Steps trained so far, this one included."""
-    reward_mean: float
-    response_length: float
-    """Mean response length in tokens."""
-    tokens_per_s: float
-    """Response tokens per second of generation."""
-    loss: float
-    seconds: float
-    """Wall time of the step."""
-    time_split: Mapping[str, float]
-    """Seconds by phase."""
-    accuracy: float | None = None
-    """Held-out accuracy, where this step was evaluated."""
 
 
 class Display(Protocol):
@@ -76,6 +50,9 @@ class Display(Protocol):
     def step(self, report: StepReport) -> None:
         """A step is finished."""
 
+    def engines(self, serving: int, total: int) -> None:
+        """So many of the engines serve; said where it isn't all, and when it is all again."""
+
     def note(self, text: str) -> None:
         """One line worth keeping on the screen."""
 
@@ -83,114 +60,9 @@ class Display(Protocol):
         """Ends; idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
-class DisplayState:
-    """Everything that is shown; replaced as a whole, so that the drawing thread never sees half of a change."""
-
-    started: float
-    """Monotonic time."""
-    total_steps: int | None = None
-    phase: str = "startup"
-    phase_since: float = 0.0
-    rewards: tuple[float, ...] = ()
-    step_seconds: tuple[float, ...] = ()
-    time_split: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase since the start."""
-    accuracy: float | None = None
-    last: StepReport | None = None
-
-    def after(self, report: StepReport) -> DisplayState:
-        """The state once `report` is in."""
-        split = dict(self.time_split)
-        for name, seconds in report.time_split.items():
-            split[name] = split.get(name, 0.0) + seconds
-        return replace(
-            self,
-            rewards=(*self.rewards[-199:], report.reward_mean),
-            step_seconds=(*self.step_seconds[1 - _ETA_STEPS :], report.seconds),
-            time_split=split,
-            accuracy=self.accuracy if report.accuracy is None else report.accuracy,
-            last=report,
-        )
-
-    @property
-    def steps_done(self) -> int:
-        return 0 if self.last is None else self.last.step
-
-    def remaining_s(self) -> float | None:
-        """Estimated seconds to the end; None before the first step and where the number of steps is unknown."""
-        if self.total_steps is None or not self.step_seconds:
-            return None
-        return max(0, self.total_steps - self.steps_done) * sum(self.step_seconds) / len(self.step_seconds)
-
-
-def progress_text(state: DisplayState) -> str:
-    """`step 3/40`, `step 3`."""
-    return f"step {state.steps_done}" + ("" if state.total_steps is None else f"/{state.total_steps}")
-
-
-def step_line(state: DisplayState, report: StepReport) -> str:
-    """One finished step in one line."""
-    parts = [
-        f"{progress_text(state):<12}",
-        f"reward {report.reward_mean:.3f}",
-        f"length {report.response_length:.1f}",
-        f"{report.tokens_per_s:.0f} tokens/s",
-        f"loss {report.loss:+.4f}",
-        f"{report.seconds:.1f} s ({time_split_text(report.time_split)})",
-    ]
-    if report.accuracy is not None:
-        parts.append(f"accuracy {report.accuracy:.3f}")
-    remaining = state.remaining_s()
-    if remaining:
-        parts.append(f"{duration(remaining)} left")
-    return "  ".join(parts)
-
-
 def _news() -> tuple[Wait, ...]:
     """Waits worth showing: supervision waits for exits without end, and that is no news."""
     return tuple(wait for wait in WAITS.snapshot() if math.isfinite(wait.deadline_s))
-
-
-def idle_line(state: DisplayState, waits: tuple[Wait, ...], now: float) -> str:
-    """What is going on, for when nothing was said for a while."""
-    where = state.phase if state.last is None else f"{progress_text(state)}, {state.phase}"
-    text = f"{where} for {duration(now - state.phase_since)}"
-    return text + (f": waiting for {waits[0].describe(now)}" if waits else "")
-
-
-def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> RenderableType:
-    """The live table."""
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(style="dim", width=12)
-    table.add_column(ratio=1)
-    remaining = state.remaining_s()
-    head = Table.grid(expand=True, padding=(0, 1))
-    head.add_column()
-    head.add_column(ratio=1)
-    head.add_column(justify="right")
-    head.add_row(
-        Text(progress_text(state), style="bold"),
-        ProgressBar(total=state.total_steps, completed=state.steps_done, pulse=state.total_steps is None),
-        Text(duration(now - state.started) + ("" if remaining is None else f", {duration(remaining)} left")),
-    )
-    table.add_row("progress", head)
-    if (report := state.last) is not None:
-        reward = f"{report.reward_mean:.3f}"
-        table.add_row("reward", Text.assemble((reward, "bold"), "  ", (sparkline(state.rewards, 40), "green")))
-        if state.accuracy is not None:
-            table.add_row("accuracy", f"{state.accuracy:.3f} on held-out prompts")
-        table.add_row("response", f"{report.response_length:.1f} tokens, {report.tokens_per_s:.0f} tokens/s")
-        table.add_row("loss", f"{report.loss:+.4f}")
-    if state.time_split:
-        table.add_row("time", Group(time_bar(state.time_split, 40), time_legend(state.time_split)))
-    table.add_row("now", Text(f"{state.phase}, {duration(now - state.phase_since)}"))
-    shown = waits if state.last is None else tuple(w for w in waits if w.age_s(now) >= 5.0)
-    for i, wait in enumerate(shown[:_SHOWN_WAITS]):
-        table.add_row("" if i else "waiting for", Text(wait.describe(now), style="yellow"))
-    if len(shown) > _SHOWN_WAITS:
-        table.add_row("", Text(f"and {len(shown) - _SHOWN_WAITS} more", style="dim"))
-    return Panel(table, title="asyncrl", title_align="left", border_style="bright_black")
 
 
 class _Drawn(ABC):
@@ -219,6 +91,10 @@ class _Drawn(ABC):
     def step(self, report: StepReport) -> None:
         with self._lock:
             self._state = self._state.after(report)
+
+    def engines(self, serving: int, total: int) -> None:
+        with self._lock:
+            self._state = replace(self._state, engines=None if serving >= total else (serving, total))
 
     def stop(self) -> None:
         if self._thread is not None and not self._stopped.is_set():
@@ -250,6 +126,12 @@ class PlainDisplay(_Drawn):
     def step(self, report: StepReport) -> None:
         super().step(report)
         self.note(step_line(self._state, report))
+
+    def engines(self, serving: int, total: int) -> None:
+        before = self._state.engines
+        super().engines(serving, total)
+        if self._state.engines != before:
+            self.note(engines_text(serving, total))
 
     def note(self, text: str) -> None:
         self._said = time.monotonic()

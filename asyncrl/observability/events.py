@@ -17,7 +17,7 @@ import importlib.util
 import pkgutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ __all__ = [
     "FaultSeen",
     "JobEnded",
     "JobStarted",
+    "LoopStarted",
     "StepFinished",
     "event_kinds",
     "read_events",
@@ -86,6 +87,17 @@ class JobEnded(Event):
     reason: str
     """`finished`, `stopped by SIGTERM`, or the message of the error."""
     exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStarted(Event):
+    """Everything is up, and the first step begins."""
+
+    kind: ClassVar[str] = "loop_started"
+    seconds: float
+    """Since the driver began to keep time."""
+    phases: dict[str, float]
+    """Seconds by phase: `startup`, `warm-up`, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +153,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = None if path is None else LineFile(path)
         self._told_lost = 0
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     @property
     def dropped(self) -> int:
@@ -154,19 +167,27 @@ class EventLog:
             self.recent.append(line)
             if len(self.recent) >= 2 * _RECENT:
                 del self.recent[:-_RECENT]
-            if self._file is None:
-                return
-            lost = self._file.lost
-            data = encode_line(line)
-            if lost > self._told_lost:
-                data = encode_line(self._line(EventsLost(count=lost - self._told_lost))) + data
-            if self._file.append(data):
-                self._told_lost = lost
+            if self._file is not None:
+                self._append(line, self._file)
+        for listener in self._listeners:
+            listener(line)
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `listener` with each later event, as a line of the log, in the thread that emits it."""
+        self._listeners.append(listener)
 
     def close(self) -> None:
         """Closes the file; what is emitted later is kept in `recent` only."""
         if self._file is not None:
             self._file.close()
+
+    def _append(self, line: dict[str, Any], file: LineFile) -> None:
+        lost = file.lost
+        data = encode_line(line)
+        if lost > self._told_lost:
+            data = encode_line(self._line(EventsLost(count=lost - self._told_lost))) + data
+        if file.append(data):
+            self._told_lost = lost
 
     def _line(self, event: Event) -> dict[str, Any]:
         line: dict[str, Any] = {"v": SCHEMA_VERSION, "attempt": self.attempt, "time": time.time(), "kind": event.kind}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -43,10 +44,25 @@ class RolloutMetrics:
     """From the call of get to the delivery."""
     tokens_per_s: float
     """Response tokens delivered per second of that."""
+    failure: str = ""
+    """An example of what most of the failed samples failed of; empty where none failed."""
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, float]:
         """Numbers by name, without the rollout id."""
-        return {prefix + name: value for name, value in asdict(self).items() if name != "rollout_id"}
+        return {prefix + name: value for name, value in asdict(self).items() if name not in ("rollout_id", "failure")}
+
+
+def failure_kind(failure: str) -> str:
+    """The words of a failure that recur: `ValueError` of `ValueError: no number in "x" (rewards.py:7 in score)`."""
+    return failure.partition(":")[0][:80]
+
+
+def most_common_failure(failures: Sequence[str]) -> str:
+    """The first of the kind that is most frequent; empty for none."""
+    if not failures:
+        return ""
+    kind, _ = Counter(map(failure_kind, failures)).most_common(1)[0]
+    return next(failure for failure in failures if failure_kind(failure) == kind)
 
 
 def measure_rollout(
@@ -91,4 +107,7 @@ def measure_rollout(
         response_tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+        failure=most_common_failure(
+            [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
+        ),
     )

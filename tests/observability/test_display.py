@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockbuster import BlockBuster
@@ -15,28 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl.observability.display import (
-    DisplayState,
-    LiveDisplay,
-    PlainDisplay,
-    StepReport,
-    idle_line,
-    make_display,
-    render,
-    step_line,
-)
+from asyncrl.observability.display import LiveDisplay, PlainDisplay, make_display
+from asyncrl.observability.run_view import DisplayState, StepReport, idle_line, render, step_line
 from asyncrl.observability.text_plots import duration, shares, sparkline, time_split_text
 from asyncrl.observability.waits import WAITS, Wait
 
 
-def a_step(step: int, **changes: float) -> StepReport:
+def a_step(step: int, **changes: Any) -> StepReport:
     values = {"reward_mean": 0.5, "response_length": 20.25, "tokens_per_s": 812.0, "loss": -0.0123, "seconds": 2.0}
     values |= changes
     return StepReport(step=step, time_split={"generate": 1.25, "train": 0.5, "other": 0.25}, **values)
 
 
-def shown(state: DisplayState, waits: tuple[Wait, ...] = (), now: float = 60.0) -> str:
-    console = Console(file=io.StringIO(), width=100)
+def shown(state: DisplayState, waits: tuple[Wait, ...] = (), now: float = 60.0, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(render(state, waits, now))
     text = console.file
     assert isinstance(text, io.StringIO)
@@ -89,6 +83,39 @@ def test_a_step_in_a_line() -> None:
     )
 
 
+def test_what_failed_and_what_teaches_nothing_is_seen_in_line_and_table() -> None:
+    reason = "ValueError: no number in the response (my_rewards.py:7 in score)"
+    report = a_step(
+        1, groups=16, groups_without_signal=4, samples=256, failed_samples=77, dropped_groups=1, failure=reason
+    )
+    state = DisplayState(started=0.0, total_steps=3).after(report)
+    assert "signal 12/16 groups" in step_line(state, report)
+    assert f"77 of 256 samples failed, 1 group replaced ({reason})" in step_line(state, report)
+    table = shown(state, width=160)
+    assert "12/16 groups have rewards that differ" in table and f"1 group replaced ({reason})" in table
+    healthy = a_step(2)
+    assert not re.search("signal|failed|replaced", step_line(state, healthy) + shown(state.after(healthy)))
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_shows_the_bar_and_the_time_left_whole(width: int) -> None:
+    state = DisplayState(started=0.0, total_steps=1000).after(a_step(345, seconds=0.1))
+    lines = shown(state, width=width).splitlines()
+    assert any("step 345/1000" in line and "━" in line for line in lines)
+    assert any("1 min 00 s, 1 min 06 s" in line for line in lines)
+
+
+def test_engines_that_do_not_serve_are_seen_until_all_do() -> None:
+    stream = io.StringIO()
+    display = plain(stream)
+    for serving in (2, 1, 1, 2, 2):
+        display.engines(serving, 2)
+    display.stop()
+    assert stream.getvalue().splitlines() == ["1 of 2 engines serve", "all 2 engines serve"]
+    assert "1 of 2 engines serve" in shown(DisplayState(started=0.0, engines=(1, 2)))
+    assert "engines" not in shown(DisplayState(started=0.0))
+
+
 def test_nothing_that_is_not_finite_breaks_a_display() -> None:
     nan = float("nan")
     report = a_step(1, reward_mean=nan, loss=float("inf"), tokens_per_s=nan, seconds=nan)
@@ -104,6 +131,7 @@ def test_silence_is_broken_with_what_goes_on() -> None:
         "startup for 1 min 00 s: waiting for first generation from engine-0, 12.0 s of 600 s"
     )
     assert idle_line(state.after(a_step(3)), (), 60.0) == "step 3, startup for 1 min 00 s"
+    assert idle_line(replace(state, phase="other"), (), 60.0) == "between phases for 1 min 00 s"
 
 
 def plain(stream: io.StringIO, quiet_s: float = 60.0) -> PlainDisplay:
@@ -197,7 +225,8 @@ def test_a_note_after_the_end_is_still_shown() -> None:
 
 SESSION = """
 import logging, sys, time
-from asyncrl.observability.display import LiveDisplay, StepReport, make_display
+from asyncrl.observability.display import LiveDisplay, make_display
+from asyncrl.observability.run_view import StepReport
 from asyncrl.observability.logging import get_logger, logging_to
 
 with logging_to(None):

@@ -1,0 +1,197 @@
+"""What is shown of a run: a frozen state, and the lines and the table that it reads as. Pure; time is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.observability.metrics import OTHER
+from asyncrl.observability.text_plots import duration, sparkline, time_bar, time_legend, time_split_text
+from asyncrl.observability.waits import Wait
+
+_ETA_STEPS = 10
+"""Steps whose mean duration the estimate of the end is made from."""
+_SHOWN_WAITS = 4
+_SHOWN_FAILURE = 120
+"""Characters of a failure that a line shows; events.jsonl has it all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one finished step has to say."""
+
+    step: int
+    """Steps trained so far, this one included."""
+    reward_mean: float
+    response_length: float
+    """Mean response length in tokens."""
+    tokens_per_s: float
+    """Response tokens per second of generation."""
+    loss: float
+    seconds: float
+    """Wall time of the step."""
+    time_split: Mapping[str, float]
+    """Seconds by phase."""
+    accuracy: float | None = None
+    """Held-out accuracy, where this step was evaluated."""
+    groups: int = 0
+    """Prompt groups of the batch."""
+    groups_without_signal: int | None = None
+    """Groups whose rewards are all equal, so that nothing is learned from them; None where that does not matter."""
+    samples: int = 0
+    """Samples of the batch, the failed ones included."""
+    failed_samples: int = 0
+    """Samples that could not be generated or scored."""
+    dropped_groups: int = 0
+    """Groups that had too few usable samples and were replaced."""
+    failure: str = ""
+    """What most of the failed ones failed of."""
+
+    @property
+    def signal(self) -> str:
+        """`12/16 groups`: those whose rewards differ. Empty where that does not matter."""
+        if self.groups_without_signal is None:
+            return ""
+        return f"{self.groups - self.groups_without_signal}/{self.groups} groups"
+
+    @property
+    def failures(self) -> str:
+        """What failed, and of what; empty where nothing did."""
+        parts = []
+        if self.failed_samples:
+            parts.append(f"{self.failed_samples} of {self.samples} samples failed")
+        if self.dropped_groups:
+            parts.append(f"{self.dropped_groups} group{'s' if self.dropped_groups > 1 else ''} replaced")
+        if not parts:
+            return ""
+        reason = self.failure if len(self.failure) <= _SHOWN_FAILURE else self.failure[: _SHOWN_FAILURE - 1] + "…"
+        return ", ".join(parts) + (f" ({reason})" if reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class DisplayState:
+    """Everything that is shown; replaced as a whole, so that the drawing thread never sees half of a change."""
+
+    started: float
+    """Monotonic time."""
+    total_steps: int | None = None
+    phase: str = "startup"
+    phase_since: float = 0.0
+    rewards: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+    time_split: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase since the start."""
+    accuracy: float | None = None
+    last: StepReport | None = None
+    engines: tuple[int, int] | None = None
+    """How many engines serve, of how many; None while all do."""
+
+    def after(self, report: StepReport) -> DisplayState:
+        """The state once `report` is in."""
+        split = dict(self.time_split)
+        for name, seconds in report.time_split.items():
+            split[name] = split.get(name, 0.0) + seconds
+        return replace(
+            self,
+            rewards=(*self.rewards[-199:], report.reward_mean),
+            step_seconds=(*self.step_seconds[1 - _ETA_STEPS :], report.seconds),
+            time_split=split,
+            accuracy=self.accuracy if report.accuracy is None else report.accuracy,
+            last=report,
+        )
+
+    @property
+    def steps_done(self) -> int:
+        return 0 if self.last is None else self.last.step
+
+    def remaining_s(self) -> float | None:
+        """Estimated seconds to the end; None before the first step and where the number of steps is unknown."""
+        if self.total_steps is None or not self.step_seconds:
+            return None
+        return max(0, self.total_steps - self.steps_done) * sum(self.step_seconds) / len(self.step_seconds)
+
+
+def progress_text(state: DisplayState) -> str:
+    """`step 3/40`, `step 3`."""
+    return f"step {state.steps_done}" + ("" if state.total_steps is None else f"/{state.total_steps}")
+
+
+def step_line(state: DisplayState, report: StepReport) -> str:
+    """One finished step in one line."""
+    parts = [
+        f"{progress_text(state):<12}",
+        f"reward {report.reward_mean:.3f}",
+        *([f"signal {report.signal}"] if report.signal else []),
+        f"length {report.response_length:.1f}",
+        f"{report.tokens_per_s:.0f} tokens/s",
+        f"loss {report.loss:+.4f}",
+        f"{report.seconds:.1f} s ({time_split_text(report.time_split)})",
+    ]
+    if report.accuracy is not None:
+        parts.append(f"accuracy {report.accuracy:.3f}")
+    remaining = state.remaining_s()
+    if remaining:
+        parts.append(f"{duration(remaining)} left")
+    if report.failures:
+        parts.append(report.failures)
+    return "  ".join(parts)
+
+
+def idle_line(state: DisplayState, waits: tuple[Wait, ...], now: float) -> str:
+    """What is going on, for when nothing was said for a while."""
+    phase = "between phases" if state.phase == OTHER else state.phase
+    where = phase if state.last is None else f"{progress_text(state)}, {phase}"
+    text = f"{where} for {duration(now - state.phase_since)}"
+    return text + (f": waiting for {waits[0].describe(now)}" if waits else "")
+
+
+def engines_text(serving: int, total: int) -> str:
+    """`1 of 2 engines serve`, `all 2 engines serve`."""
+    return f"all {total} engines serve" if serving >= total else f"{serving} of {total} engines serve"
+
+
+def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> RenderableType:
+    """The live table."""
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", width=12)
+    table.add_column(ratio=1)
+    remaining = state.remaining_s()
+    head = Table.grid(expand=True, padding=(0, 1))
+    head.add_column()
+    head.add_column(ratio=1)
+    head.add_row(
+        Text(progress_text(state), style="bold"),
+        ProgressBar(total=state.total_steps, completed=state.steps_done, pulse=state.total_steps is None),
+    )
+    table.add_row("progress", head)
+    elapsed = duration(now - state.started)
+    table.add_row("elapsed", Text(elapsed + ("" if remaining is None else f", {duration(remaining)} left")))
+    if state.engines is not None:
+        table.add_row("engines", Text(engines_text(*state.engines), style="yellow"))
+    if (report := state.last) is not None:
+        reward = f"{report.reward_mean:.3f}"
+        table.add_row("reward", Text.assemble((reward, "bold"), "  ", (sparkline(state.rewards, 40), "green")))
+        if report.signal:
+            style = "yellow" if report.groups_without_signal == report.groups else ""
+            table.add_row("signal", Text(f"{report.signal} have rewards that differ", style=style))
+        if report.failures:
+            table.add_row("failed", Text(report.failures, style="yellow"))
+        if state.accuracy is not None:
+            table.add_row("accuracy", f"{state.accuracy:.3f} on held-out prompts")
+        table.add_row("response", f"{report.response_length:.1f} tokens, {report.tokens_per_s:.0f} tokens/s")
+        table.add_row("loss", f"{report.loss:+.4f}")
+    if state.time_split:
+        table.add_row("time", Group(time_bar(state.time_split, 40), time_legend(state.time_split)))
+    table.add_row("now", Text(f"{state.phase}, {duration(now - state.phase_since)}"))
+    shown = waits if state.last is None else tuple(w for w in waits if w.age_s(now) >= 5.0)
+    for i, wait in enumerate(shown[:_SHOWN_WAITS]):
+        table.add_row("" if i else "waiting for", Text(wait.describe(now), style="yellow"))
+    if len(shown) > _SHOWN_WAITS:
+        table.add_row("", Text(f"and {len(shown) - _SHOWN_WAITS} more", style="dim"))
+    return Panel(table, title="asyncrl", title_align="left", border_style="bright_black")
