@@ -4,10 +4,12 @@ Invariants
 - Only files are read: the run may be going on, have ended, or have been killed.
 - Nothing is passed over in silence: damaged lines, lost lines and kinds that this version does not know are counted.
 - Events are known by their kind and may lack fields (a log of another version); `?` stands for what is missing.
+- Where a run has a summary of its own, the report gives that one's times, so that the two never differ.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
@@ -23,6 +25,7 @@ from asyncrl.errors import RunDirectoryError
 from asyncrl.observability.events import SCHEMA_VERSION, UNREADABLE, read_events
 from asyncrl.observability.metrics import read_metrics
 from asyncrl.observability.reward_curve import curve_text
+from asyncrl.observability.summary import SUMMARY_FILE
 from asyncrl.observability.text_plots import duration, labelled
 
 Record = Mapping[str, Any]
@@ -70,13 +73,29 @@ def _transfer_failed(event: Record) -> str:
 def _evaluated(event: Record) -> str:
     if event.get("skipped") is not None:
         return f"evaluation skipped: {event['skipped']}"
-    return "accuracy {accuracy} on {num_samples} samples".format_map(_Fields(event))
+    return "accuracy {accuracy:.3f} on {num_samples} samples".format_map(_Fields(event))
+
+
+def _loop_started(event: Record) -> str:
+    return "steps begin after {seconds:.1f} s: ".format_map(_Fields(event)) + _split(_phases(event))
+
+
+def _phases(event: Record) -> dict[str, float]:
+    phases = event.get("phases")
+    return {str(name): _number(seconds) for name, seconds in phases.items()} if isinstance(phases, Mapping) else {}
+
+
+def _split(phases: Mapping[str, float]) -> str:
+    """`generate 2 min 30 s (62%), train 40.0 s (17%)`: largest first, what is under half a percent left out."""
+    total = sum(phases.values())
+    largest_first = sorted(phases.items(), key=lambda item: item[1], reverse=True)
+    parts = [(name, seconds, seconds / total) for name, seconds in largest_first if total and seconds / total >= 0.005]
+    return ", ".join(f"{name} {duration(seconds)} ({share:.0%})" for name, seconds, share in parts)
 
 
 def _process_exited(event: Record) -> str:
-    text = "process {pid} ended with {returncode}".format_map(_Fields(event))
-    text += ", as asked" if event.get("requested") else ", unasked"
-    return text + _survivors(event)
+    text = "process {pid} was ended" if event.get("requested") else "process {pid} ended unasked with {returncode}"
+    return text.format_map(_Fields(event)) + _survivors(event)
 
 
 def _host_ended(event: Record) -> str:
@@ -107,12 +126,17 @@ class _Wording:
 _TIMELINE: Mapping[str, _Wording] = {
     "job_started": _Wording("driver", "attempt {attempt} began: pid {pid}, {ranks} trainer ranks"),
     "job_ended": _Wording("driver", "ended with exit code {exit_code}: {reason}"),
+    "loop_started": _Wording("driver", _loop_started),
     "fault_seen": _Wording("{component}", "{what}", fault=True),
     "events_lost": _Wording("event log", "{count} events before this one were lost", fault=True),
     "checkpoint_written": _Wording("driver", "step {step} written to {path} in {seconds:.1f} s"),
     "fleet_ready": _Wording("controller", "{engines} engines ready after {seconds:.1f} s"),
     "engine_state": _Wording("{engine}", _engine_state),
     "engine_exited": _Wording("{engine}", "process {pid} ended unasked with {returncode}", fault=True),
+    "process_restarting": _Wording("{name}", "restart {restarts} follows in {delay_s:.1f} s: {reason}", fault=True),
+    "process_given_up": _Wording("{name}", "given up after {restarts} restarts: {reason}", fault=True),
+    "engine_caught_up": _Wording("{engine}", "caught up with weights {version} in {seconds:.1f} s and serves"),
+    "router_restarted": _Wording("{router}", "answers again after {seconds:.1f} s and knows {engines} engines"),
     "weight_update_aborted": _Wording("weights", "update to {version} given up: {reason}", fault=True),
     "weight_transfer_failed": _Wording("weights", _transfer_failed, fault=True),
     "weight_update_failed": _Wording("weights", "update to {version} failed: {reason}", fault=True),
@@ -180,8 +204,11 @@ class RunReport:
     """Prompt groups by what became of them: admitted, finished, delivered, trained, filtered: why, dropped: why."""
     failures: Counter[str] = field(default_factory=Counter)
     """Failed requests and rewards by their reason."""
+    restarts: Counter[str] = field(default_factory=Counter)
+    """Restarts of engines and routers, and who was given up, by name."""
     time_split: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase over all steps, those that were rolled back included."""
+    """Seconds by phase over all start-ups and steps, those that were rolled back included; all of a run that has a
+    summary."""
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each step, as trained last."""
     ended: str | None = None
@@ -237,6 +264,12 @@ def build_report(events: Iterable[Record], metrics: Iterable[Record]) -> RunRepo
                 report.ended = None
             elif kind == "job_ended":
                 report.ended = str(event.get("reason", "?"))
+            elif kind == "loop_started":
+                _add(report.time_split, _phases(event))
+            elif kind == "process_restarting":
+                report.restarts[f"{event.get('name', '?')} restarted"] += 1
+            elif kind == "process_given_up":
+                report.restarts[f"{event.get('name', '?')} given up"] += 1
             if not (kind == "engine_state" and _is_routine(event)):
                 wording = _TIMELINE[kind]
                 who, text = wording.apply(event)
@@ -248,14 +281,32 @@ def build_report(events: Iterable[Record], metrics: Iterable[Record]) -> RunRepo
             report.unknown[kind] += 1
     rewards: dict[int, float] = {}
     for line in metrics:
-        for key, value in line.items():
-            if key.startswith("time/") and key.endswith("_s") and key != "time/step_s":
-                phase = key.removeprefix("time/").removesuffix("_s")
-                report.time_split[phase] = report.time_split.get(phase, 0.0) + _number(value)
+        _add(
+            report.time_split,
+            {
+                key.removeprefix("time/").removesuffix("_s"): _number(value)
+                for key, value in line.items()
+                if key.startswith("time/") and key.endswith("_s") and key != "time/step_s"
+            },
+        )
         if isinstance(reward := line.get("rollout/reward_mean"), (int, float)):
             rewards[int(_number(line.get("step")))] = float(reward)
     report.rewards = [rewards[step] for step in sorted(rewards)]
     return report
+
+
+def _add(split: dict[str, float], more: Mapping[str, float]) -> None:
+    for phase, seconds in more.items():
+        split[phase] = split.get(phase, 0.0) + seconds
+
+
+def _summed_up(path: Path) -> dict[str, float]:
+    """The time split of a summary; empty where there is none that can be read."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return _phases({"phases": summary.get("time_split")}) if isinstance(summary, Mapping) else {}
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -264,7 +315,10 @@ def read_report(run_dir: Path) -> RunReport:
     if not events.is_file():
         raise RunDirectoryError(f"{run_dir}: no {EVENTS_FILE} in it; give the directory of a run (run.dir)")
     metrics = run_dir / METRICS_FILE
-    return build_report(read_events(events), read_metrics(metrics) if metrics.is_file() else ())
+    report = build_report(read_events(events), read_metrics(metrics) if metrics.is_file() else ())
+    if len({entry.attempt for entry in report.timeline}) == 1:  # a summary speaks of its own attempt alone
+        report.time_split = _summed_up(run_dir / SUMMARY_FILE) or report.time_split
+    return report
 
 
 def report(run_dir: Path, stream: TextIO | None = None) -> None:
@@ -318,10 +372,10 @@ def _sections(report: RunReport) -> list[tuple[str, str]]:
         sections.append(("prompt groups", counts(report.groups)))
     if report.failures:
         sections.append(("failures", counts(report.failures)))
-    if total := sum(report.time_split.values()):
-        largest_first = sorted(report.time_split.items(), key=lambda item: item[1], reverse=True)
-        parts = [f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in largest_first]
-        sections.append(("time", ", ".join(parts)))
+    if report.restarts:
+        sections.append(("processes", counts(report.restarts)))
+    if split := _split(report.time_split):
+        sections.append(("time", split))
     if report.unreadable or report.newer:
         text = f"{report.unreadable} damaged lines, {report.newer} lines of a newer version"
         sections.append(("event log", text))

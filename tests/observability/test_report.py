@@ -117,6 +117,75 @@ def test_groups_and_failures_are_counted_by_reason() -> None:
     assert report.failures == {"request: timeout": 1, "reward: timeout": 1}
 
 
+def test_restarts_are_faults_and_counted_by_name() -> None:
+    def restart(name: str, restarts: int) -> dict[str, Any]:
+        return line("process_restarting", name=name, restarts=restarts, delay_s=1.0, reason="ended with -9")
+
+    report = build_report(
+        [
+            restart("engine-0", 1),
+            line("engine_caught_up", engine="engine-0", generation=2, version="0.3", seconds=1.25),
+            restart("router", 1),
+            line("router_restarted", router="router", engines=2, seconds=0.5),
+            restart("engine-0", 2),
+            line("process_given_up", name="engine-0", restarts=2, reason="it hung"),
+        ],
+        [],
+    )
+    assert [(e.who, e.text, e.fault) for e in report.timeline] == [
+        ("engine-0", "restart 1 follows in 1.0 s: ended with -9", True),
+        ("engine-0", "caught up with weights 0.3 in 1.2 s and serves", False),
+        ("router", "restart 1 follows in 1.0 s: ended with -9", True),
+        ("router", "answers again after 0.5 s and knows 2 engines", False),
+        ("engine-0", "restart 2 follows in 1.0 s: ended with -9", True),
+        ("engine-0", "given up after 2 restarts: it hung", True),
+    ]
+    assert report.restarts == {"engine-0 restarted": 2, "router restarted": 1, "engine-0 given up": 1}
+    stream = io.StringIO()
+    print_report(report, stream)
+    assert "engine-0 restarted 2, router restarted 1, engine-0 given up 1" in stream.getvalue()
+
+
+def test_time_before_the_first_step_counts() -> None:
+    report = build_report(
+        [line("loop_started", seconds=80.0, phases={"startup": 55.0, "warm-up": 25.0, "other": 0.0})],
+        [{"step": 1, "time/generate_s": 20.0, "time/step_s": 20.0}],
+    )
+    assert report.time_split == {"startup": 55.0, "warm-up": 25.0, "other": 0.0, "generate": 20.0}
+    assert [e.text for e in report.timeline] == ["steps begin after 80.0 s: startup 55.0 s (69%), warm-up 25.0 s (31%)"]
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ('{"time_split": {"startup": 7.0, "export": 3.0}}', {"startup": 7.0, "export": 3.0}),
+        ("[1]", {"generate": 2.0}),
+        ("{torn", {"generate": 2.0}),
+    ],
+)
+def test_the_times_are_those_of_the_summary_where_there_is_one(
+    tmp_path: Path, summary: str, expected: dict[str, float]
+) -> None:
+    EventLog(tmp_path / "events.jsonl").emit(JobStarted(pid=1, ranks=1))
+    MetricsLog(tmp_path / "metrics.jsonl").write(1, {"time/generate_s": 2.0})
+    (tmp_path / "summary.json").write_text(summary)
+    assert read_report(tmp_path).time_split == expected
+
+
+def test_an_accuracy_is_rounded_and_an_ordinary_end_does_not_alarm() -> None:
+    report = build_report(
+        [
+            line("evaluated", accuracy=0.046875, num_samples=64),
+            line("process_exited", name="engine-0", pid=7, returncode=-9, requested=True, survivors=0),
+            line("process_exited", name="engine-0", pid=8, returncode=-9, requested=False, survivors=0),
+        ],
+        [],
+    )
+    assert [e.text for e in report.timeline] == [
+        "accuracy 0.047 on 64 samples", "process 7 was ended", "process 8 ended unasked with -9"
+    ]  # fmt: skip
+
+
 def test_weights_are_summed_up() -> None:
     events = [line("weights_published", version=f"0.{i}", engines=["a", "b"], seconds=1.0, pause_s=i) for i in range(3)]
     stream = io.StringIO()
