@@ -27,11 +27,16 @@ def smoothing_window(steps: int) -> int:
 
 
 def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15) -> str:
-    """Mean reward over steps (smoothed) in characters without color; empty where there are under two finite points."""
+    """Mean reward over steps (smoothed) in characters without color; empty where there are under two finite points.
+
+    A reward that never changed is a sentence: a plot would make up a range for it.
+    """
     smooth = moving_mean(rewards, smoothing_window(len(rewards)))
     points = [(step, value) for step, value in enumerate(smooth, 1) if math.isfinite(value)]
     if len(points) < 2:
         return ""
+    if len({value for _, value in points}) == 1:
+        return f"mean reward {points[0][1]:.3f} at each of {len(rewards)} steps"
     from plotext import figure, uncolorize
 
     figure.clear()

@@ -93,11 +93,11 @@ def _curve_title(summary: RunSummary) -> str:
     return f"Reward over {summary.steps} steps" + (f" of {Path(str(model)).name}" if model else "")
 
 
-def _change(before: float | None, after: float | None) -> str:
+def _change(summary: RunSummary) -> str:
     def shown(value: float | None) -> str:
         return "not evaluated" if value is None else f"{value:.3f}"
 
-    return f"{shown(before)} → {shown(after)}"
+    return f"{shown(summary.accuracy_before)} → {shown(summary.accuracy_after)}"
 
 
 def print_summary(summary: RunSummary, stream: TextIO, files: tuple[Path, ...] = ()) -> None:
@@ -106,7 +106,7 @@ def print_summary(summary: RunSummary, stream: TextIO, files: tuple[Path, ...] =
     width = min(console.width, 100)
     rows = [
         ("outcome", Text(summary.outcome)),
-        ("accuracy", Text(_change(summary.accuracy_before, summary.accuracy_after), style="bold")),
+        *([("accuracy", Text(_change(summary), style="bold"))] if summary.accuracies else []),
         ("steps", Text(f"{summary.steps} in {duration(summary.seconds)}")),
     ]
     if any(summary.time_split.values()):

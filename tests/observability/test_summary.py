@@ -95,6 +95,16 @@ def test_the_moving_mean_ignores_what_is_not_finite() -> None:
     assert math.isnan(moving_mean([math.nan], 2)[0])
 
 
+def test_what_was_not_evaluated_is_not_mentioned() -> None:
+    stream = io.StringIO()
+    print_summary(a_summary(accuracy_before=None, accuracy_after=None, accuracies=()), stream)
+    assert "accuracy" not in stream.getvalue() and "evaluated" not in stream.getvalue()
+
+
+def test_a_reward_that_never_changed_is_a_sentence() -> None:
+    assert curve_text((0.0,) * 20) == "mean reward 0.000 at each of 20 steps"
+
+
 def test_the_curve_in_characters_rises_with_the_reward() -> None:
     rows = curve_text(REWARDS, width=60, height=12).splitlines()
     assert all(len(row) <= 60 for row in rows)
