@@ -1,7 +1,7 @@
-"""What a configuration points at on disk: the model's own numbers, and paths that are not there.
+"""What a configuration points at: the model's own numbers, paths that are not there, code that cannot be found.
 
-Only names and `config.json` are looked at, so that a mistake is told before anything starts; what is inside the files
-is checked by those who read them.
+Only names and the model's JSON files are looked at, so that a mistake is told before anything starts; what is inside
+the others is checked by those who read them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from asyncrl.config.data import DataConfig
+from asyncrl.config.named_code import function_problems, is_generated, reward_problems, source_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 
@@ -26,11 +29,8 @@ class ModelFacts:
 
 def read_model_facts(path: Path) -> ModelFacts | None:
     """The facts of a model directory; None where there is none yet or it cannot be read."""
-    try:
-        declared = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(declared, dict):
+    declared = _json_object(path / "config.json")
+    if declared is None:
         return None
 
     def number(key: str) -> int | None:
@@ -43,7 +43,7 @@ def read_model_facts(path: Path) -> ModelFacts | None:
 
 def input_problems(config: Config) -> list[Problem]:
     """Inputs that are not set, are not there, or would be erased."""
-    problems = list(_model_problems(config))
+    problems = [*_model_problems(config), *reward_problems(config.reward), *_template_problems(config)]
     for key, source, needed in _sources(config):
         if not source and needed:
             problems.append(
@@ -53,7 +53,9 @@ def input_problems(config: Config) -> list[Problem]:
                     "package.module:function",
                 )
             )
-        elif source and needed and _is_path(source) and not Path(source).exists():
+        elif source and needed and is_generated(source):
+            problems += source_problems(key, source)
+        elif source and needed and not Path(source).exists():
             problems.append(Problem(key, f"{source} does not exist (looked in {Path.cwd()})"))
     return problems + list(_erased_inputs(config))
 
@@ -61,6 +63,7 @@ def input_problems(config: Config) -> list[Problem]:
 def _model_problems(config: Config) -> Iterator[Problem]:
     path = config.model.path
     if config.model.builder is not None:
+        yield from function_problems("model.builder", config.model.builder)
         return
     if not path.exists():
         yield Problem(
@@ -82,16 +85,44 @@ def _sources(config: Config) -> Iterator[tuple[str, str, bool]]:
         yield "eval.data.source", config.eval.data.source, True
 
 
-def _is_path(source: str) -> bool:
-    generated = source.startswith("reasoning_gym:") or (":" in source and "/" not in source)
-    return not generated
+def _template_problems(config: Config) -> Iterator[Problem]:
+    """A chat template that is asked for, where the model has none."""
+    if _has_chat_template(config.model.path) is not False:
+        return
+    sources: list[tuple[str, DataConfig | None]] = [("data", config.data), ("eval.data", config.eval.data)]
+    for key, data in sources:
+        if data is not None and data.chat_template is True:
+            yield Problem(f"{key}.chat_template", f"the tokenizer in {config.model.path} has no chat template")
+        elif data is not None and data.system_prompt is not None and data.chat_template == "auto":
+            yield Problem(
+                f"{key}.system_prompt",
+                f"has no place in plain prompts, and the tokenizer in {config.model.path} has no chat template; take "
+                "it out, or write it into the prompts",
+            )
+
+
+def _has_chat_template(path: Path) -> bool | None:
+    """None where the directory does not say."""
+    if any(path.glob("chat_template*")) or (path / "additional_chat_templates").exists():
+        return True
+    declared = _json_object(path / "tokenizer_config.json")
+    return None if declared is None else bool(declared.get("chat_template"))
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file, or something else is in it."""
+    try:
+        declared = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return declared if isinstance(declared, dict) else None
 
 
 def _erased_inputs(config: Config) -> Iterator[Problem]:
     if config.run.if_exists != "overwrite":
         return
     inputs = [("model.path", config.model.path)]
-    inputs += [(key, Path(source)) for key, source, _ in _sources(config) if source and _is_path(source)]
+    inputs += [(key, Path(source)) for key, source, _ in _sources(config) if source and not is_generated(source)]
     for key, path in inputs:
         if path.exists() and path.resolve().is_relative_to(config.run.dir.resolve()):
             yield Problem(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.machine import Machine
+from asyncrl.config.named_code import BUILTIN_REWARDS, reasoning_gym_tasks
+from asyncrl.rollout.rewards import builtin
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,29 @@ from asyncrl.config.machine import Machine
         (["--model.path", "train.jsonl"], "model.path", "is a file"),
         (["--model.path", "."], "model.path", "holds no config.json"),
         (["--run.dir", ".", "--run.if-exists", "overwrite"], "run.if_exists", "would erase"),
+        (["--model.builder", "json"], "model.builder", "'json' is not of the form package.module:function"),
+        (["--model.builder", "nowhere:build"], "model.builder", "there is no module 'nowhere' (looked in "),
+        (["--data.source", "nowhere:prompts"], "data.source", "there is no module 'nowhere'"),
+        (["--data.source", "reasoning_gym:"], "data.source", "write reasoning_gym:TASK"),
+        (["--data.source", "reasoning_gym:chain_sums"], "data.source", "did you mean chain_sum?"),
+        (["--reward.function", "exact_mach"], "reward.function", "no reward 'exact_mach'; did you mean exact_match?"),
+        (["--reward.function", "zzz"], "reward.function", "known are exact_match, length, math_verify"),
+        (["--reward.function", "json.loads"], "reward.function", "did you mean json:loads?"),
+        (["--reward.function", "json:"], "reward.function", "not of the form package.module:function"),
+        (["--reward.function", "nowhere:score"], "reward.function", "there is no module 'nowhere'"),
+        (["--reward.function", "length"], "reward.args", "length needs target; set --reward.args.target VALUE"),
+        (
+            ["--reward.function", "length", "--reward.args.target", "0"],
+            "reward.args.target",
+            "0 is not allowed; length expects a number over 0",
+        ),
+        (["--reward.args.strp", "false"], "reward.args.strp", "takes strip, ignore_case; did you mean strip?"),
+        (["--reward.args.strip", "no"], "reward.args.strip", "'no' is not allowed; exact_match expects true or false"),
+        (
+            ["--reward.function", "reasoning_gym", "--reward.args.task", "chain"],
+            "reward.args.task",
+            "reasoning_gym has no task 'chain'",
+        ),
     ],
 )
 def test_an_impossible_setting_is_refused(refused, argv, key, text):
@@ -64,9 +90,11 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
         ["--train.num-steps", "0", "--data.source", ""],
         ["--warmup.steps", "0", "--warmup.source", "gone.jsonl"],
         ["--train.minibatches", "4"],
-        ["--model.path", "gone", "--model.builder", "package.module:function"],
+        ["--model.path", "gone", "--model.builder", "json.tool:main"],
         ["--data.source", "reasoning_gym:chain_sum"],
-        ["--data.source", "package.module:function"],
+        ["--data.source", "json:loads"],
+        ["--reward.function", "my_rewards:score", "--reward.args.anything", "1"],
+        ["--reward.function", "length", "--reward.args.target", "8"],
         ["--rollout.max-new-tokens", "511"],
         ["--eval.temperature", "0"],
         ["--run.host", "localhost"],
@@ -76,7 +104,38 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
     ],
 )
 def test_an_unusual_setting_that_works_is_not_refused(load, argv):
+    Path("my_rewards.py").touch()
     load(*argv)
+
+
+def test_a_system_prompt_needs_a_tokenizer_with_a_chat_template(load, refused):
+    prompt = ("--data.system-prompt", "Be brief.")
+    load(*prompt)  # the model's directory does not say
+    Path("model/tokenizer_config.json").write_text("{}")
+    assert "no chat template; take it out" in refused(*prompt)["data.system_prompt"]
+    assert "no chat template" in refused("--data.chat-template", "true")["data.chat_template"]
+    Path("model/chat_template.jinja").write_text("{{ messages }}")
+    load(*prompt)
+    Path("model/chat_template.jinja").unlink()
+    Path("model/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    load(*prompt)
+
+
+def test_the_table_of_builtin_rewards_is_that_of_their_functions():
+    functions = {name: function for name, function in vars(builtin).items() if name in BUILTIN_REWARDS}
+    assert functions.keys() == BUILTIN_REWARDS.keys()
+    for name, function in functions.items():
+        parameters = list(inspect.signature(function).parameters.values())[2:]
+        assert [parameter.name for parameter in parameters] == list(BUILTIN_REWARDS[name].args)
+        needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+        assert needed == ([BUILTIN_REWARDS[name].needs] if BUILTIN_REWARDS[name].needs else [])
+
+
+def test_the_list_of_tasks_is_that_of_reasoning_gym():
+    import reasoning_gym  # noqa: F401 - fills the registry
+    from reasoning_gym.factory import DATASETS
+
+    assert reasoning_gym_tasks() == set(DATASETS)
 
 
 @pytest.mark.parametrize(
