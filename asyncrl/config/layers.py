@@ -10,13 +10,14 @@ Invariants
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.engine_args import PREFIX, engine_arguments
+from asyncrl.config.engine_args import PREFIX, RESERVED, engine_arguments
 from asyncrl.config.nearest import did_you_mean, nearest
 from asyncrl.config.problems import Problem
 from asyncrl.config.redaction import REDACTED
@@ -45,13 +46,14 @@ class Layers:
     def add_file(self, name: str) -> None:
         """Lays a TOML file on top."""
         try:
-            table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+            text = Path(name).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
+            table = tomllib.loads(text)
         except OSError as error:
             self._unreadable(name, f"cannot be read: {error.strerror} (looked in {Path.cwd()})")
         except UnicodeDecodeError:
             self._unreadable(name, "is not a text file in UTF-8")
         except tomllib.TOMLDecodeError as error:
-            self._unreadable(name, f"is not valid TOML: {error}")
+            self._unreadable(name, f"is not valid TOML: {error}{_toml_hint(text, str(error))}")
         else:
             self._add_table((), table, name)
 
@@ -65,7 +67,10 @@ class Layers:
         spec = fields().get(path)
         table = table_of(path)
         key = ".".join(path)
-        if table is None and (spec is None or (spec.kind == "section" and not spec.nullable)):
+        if table is None and spec is not None and spec.kind == "section" and not spec.nullable:
+            self.problems.append(Problem(option, f"is a section; write {option}.KEY VALUE"))
+            return
+        if table is None and spec is None:
             self.problems.append(Problem(option, "unknown option" + self._suggestion(path, as_option=True)))
             return
         try:
@@ -109,6 +114,10 @@ class Layers:
             inside = table_of(path)
             if inside is not None:
                 self._set(path, value, source)
+            elif spec is None and "." in str(name):
+                self.problems.append(
+                    Problem(key, f'"{name}" in quotes is one key with a dot in it; remove the quotes', source)
+                )
             elif spec is None:
                 where = f"unknown key in {source}" if not source.startswith("--") else f"unknown key of {source}"
                 self.problems.append(Problem(key, where + self._suggestion(path)))
@@ -132,6 +141,7 @@ class Layers:
 
     def _suggestion(self, path: KeyPath, *, as_option: bool = False) -> str:
         found = nearest_keys(path)
+        self.meant.update(key for key in settable_keys() if key.startswith(tuple(f"{name}." for name in found)))
         self.meant.update(found)
         return did_you_mean(f"--{key.replace('_', '-')}" if as_option else key for key in found)
 
@@ -139,6 +149,20 @@ class Layers:
         """Drops a key and everything below it, so that its default stands."""
         for known in [known for known in self.entries if known[: len(path)] == path]:
             del self.entries[known]
+
+
+_LINE = re.compile(r"at line (\d+)")
+_WORD = re.compile(r"=\s*(None|none|null|nil|True|False)\b")
+
+
+def _toml_hint(text: str, error: str) -> str:
+    """What to write in place of a word that other languages have for nothing, true and false."""
+    at = _LINE.search(error)
+    found = _WORD.search(text.splitlines()[int(at[1]) - 1]) if at is not None else None
+    if found is None:
+        return ""
+    right = found[1].lower() if found[1] in ("True", "False") else '"none"'
+    return f"; write {right}, not {found[1]}"
 
 
 def option_value(spec: FieldSpec, values: Sequence[str]) -> Any:
@@ -216,11 +240,49 @@ def _path_of(dotted: str) -> KeyPath:
     return tuple(part.replace("-", "_") for part in dotted.split("."))
 
 
+_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "learning_rate": ("train.lr",),
+    "n": ("rollout.samples_per_prompt",),
+    "num_samples": ("rollout.samples_per_prompt",),
+    "num_generations": ("rollout.samples_per_prompt",),
+    "group_size": ("rollout.samples_per_prompt",),
+    "batch_size": ("rollout.prompts_per_step",),
+    "max_tokens": ("rollout.max_new_tokens",),
+    "max_response_length": ("rollout.max_new_tokens",),
+    "train.steps": ("train.num_steps",),
+    "max_steps": ("train.num_steps",),
+    "epochs": ("train.num_epochs",),
+    "tp_size": ("engine.tensor_parallel", "train.tensor_parallel"),
+    "tensor_parallel_size": ("engine.tensor_parallel", "train.tensor_parallel"),
+    "data.path": ("data.source",),
+    "data.file": ("data.source",),
+    "model.name": ("model.path",),
+    "model.dir": ("model.path",),
+    "eval.interval": ("eval.every",),
+    "reward.name": ("reward.function",),
+    "directory": ("run.dir",),
+    "output_dir": ("run.dir",),
+}
+"""What settings are called elsewhere, with or without their section → what is meant."""
+_SECTIONS_ELSEWHERE = {"evaluation": ("eval",), "dataset": ("data",), "optimizer": ("train",)}
+
+
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:
-    """The keys that an unknown one most likely meant; a server argument put straight into `engine` counts as one."""
-    if path[0] == "engine" and len(path) == 2 and path[1] in engine_arguments():
+    """The keys that an unknown one most likely meant, or the section; a server argument put straight into `engine`
+    counts as one."""
+    dotted = ".".join(path)
+    for name in (dotted, path[-1]):
+        if name in _ELSEWHERE:
+            return _ELSEWHERE[name]
+    if len(path) == 1 and (section := _SECTIONS_ELSEWHERE.get(dotted) or nearest(dotted, _sections())):
+        return section
+    if path[0] == "engine" and len(path) == 2 and path[1] in engine_arguments().keys() - RESERVED.keys():
         return (f"{PREFIX}.{path[1]}",)
-    return nearest(".".join(path), settable_keys())
+    return nearest(dotted, settable_keys())
+
+
+def _sections() -> list[str]:
+    return [spec.key for spec in fields().values() if spec.kind == "section" and len(spec.path) == 1]
 
 
 def redacted_entries(entries: Mapping[KeyPath, Entry]) -> list[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-_ENOUGH = 0.6  # similarity in [0, 1] under which a suggestion would mislead
+_ENOUGH = 0.75  # similarity in [0, 1] under which a suggestion would mislead
 _EQUALLY = 0.03  # names this close to the best are meant as likely
 _AT_MOST = 3
 
@@ -13,8 +13,8 @@ _AT_MOST = 3
 def nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
     """The most similar of `known`, best first; none when nothing is similar, several when equally likely.
 
-    A dotted name is compared as a whole and by its last part, so that a key put into the wrong section
-    (`train.temperature`) or into none (`lr`) finds its home.
+    A dotted name is compared by its last part and, with less weight, by its section, so that a key put into the wrong
+    section (`train.temperature`) or into none (`lr`) finds its home, and none is taken for another of its section.
     """
     scores = {candidate: _similarity(name, candidate) for candidate in known}
     best = max(scores.values(), default=0.0)
@@ -32,7 +32,7 @@ def did_you_mean(names: Iterable[str]) -> str:
 
 
 def _similarity(name: str, candidate: str) -> float:
-    whole = SequenceMatcher(None, name, candidate).ratio()
-    last = SequenceMatcher(None, name.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-    # Among equals of the last part, the section decides.
-    return max(whole, 0.9 * last + 0.1 * whole)
+    section, _, key = name.rpartition(".")
+    home, _, other = candidate.rpartition(".")
+    alike = SequenceMatcher(None, section, home).ratio() if section else 1.0
+    return 0.75 * SequenceMatcher(None, key, other).ratio() + 0.25 * alike

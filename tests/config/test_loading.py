@@ -126,14 +126,36 @@ def test_an_unknown_key_in_a_file_is_refused_with_the_nearest_one(load):
         ("--engine.chunked-prefill-size", "--engine.server-args.chunked-prefill-size"),
         ("--eval.data.soruce", "--eval.data.source"),
         ("--eval.data.sz", "--eval.data.size"),
+        ("--train.learning-rate", "--train.lr"),
+        ("--rollout.n", "--rollout.samples-per-prompt"),
+        ("--train.batch-size", "--rollout.prompts-per-step"),
+        ("--training.seed", "--train.seed"),
+        ("--engine.tp-size", "--engine.tensor-parallel or --train.tensor-parallel"),
+        ("--engine.dtype", "--model.dtype"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_one(refused, option, meant):
     assert refused(option, "1")[option] == f"unknown option; did you mean {meant}?"
 
 
-def test_a_key_like_no_other_gets_no_misleading_suggestion(refused):
-    assert refused("--qqqqqqq", "1")["--qqqqqqq"] == "unknown option"
+@pytest.mark.parametrize("option", ["--qqqqqqq", "--train.optimizer", "--run.name", "--engine.count"])
+def test_a_key_like_no_other_gets_no_misleading_suggestion(refused, option):
+    assert refused(option, "1")[option] == "unknown option"
+
+
+def test_an_unknown_section_is_refused_with_the_nearest_one_and_its_keys_are_not_missed(load):
+    Path("recipe.toml").write_text('[models]\npath = "model"\n[dataset]\nsource = "train.jsonl"\n')
+    with pytest.raises(InvalidConfigError) as caught:
+        load()
+    assert {problem.key: problem.text for problem in caught.value.problems} == {
+        "models": "unknown key in recipe.toml; did you mean model?",
+        "dataset": "unknown key in recipe.toml; did you mean data?",
+    }
+
+
+def test_a_dotted_key_in_quotes_is_explained(refused):
+    text = refused(toml='"data.source" = "x.jsonl"\n')["data.source"]
+    assert text == '"data.source" in quotes is one key with a dot in it; remove the quotes'
 
 
 def test_all_problems_are_listed_together_one_line_each(load):
@@ -191,7 +213,7 @@ def test_a_value_of_the_wrong_kind_names_key_value_and_what_is_expected(refused,
         (["--data.args", '{"a": null}'], "data.args", "null has no place in a configuration; leave the key out"),
         (["--data.args.a", "[1"], None, None),
         (["--engine.cpus", "x"], "engine.cpus", "['x'] is not allowed; expected a list of whole numbers, or none"),
-        (["--train", "{lr = 1}"], "--train", "unknown option; did you mean --train.lr?"),
+        (["--train", "{lr = 1}"], "--train", "is a section; write --train.KEY VALUE"),
         (["other.toml"], "other.toml", "unexpected argument; did you mean @ other.toml?"),
         (["-lr", "3"], "-lr", "unexpected argument; options are written --section.key value"),
         (["@"], "@", "needs a file: @ recipe.toml"),
@@ -219,6 +241,34 @@ def test_a_missing_or_broken_file_is_named_without_complaints_about_what_it_woul
         with pytest.raises(InvalidConfigError, match=text) as caught:
             load_config(["@", name])
         assert [problem.key for problem in caught.value.problems] == [name]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("num_steps = None", '; write "none", not None'),
+        ("num_steps = none  # all", '; write "none", not none'),
+        ("num_steps = null", '; write "none", not null'),
+        ("normalize_advantages = True", "; write true, not True"),
+        ("num_steps = yes", ""),
+    ],
+)
+def test_words_of_other_languages_are_translated(refused, line, hint):
+    text = refused(toml=f"[train]\nlr = 1e-3\n{line}\nseed = 1\n")["more.toml"]
+    assert text.startswith("is not valid TOML: Invalid value (at line 3") and text.endswith(f"){hint}")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(load):
+    Path("recipe.toml").write_bytes(b"\xef\xbb\xbf" + Path("recipe.toml").read_bytes())
+    assert load().config.model.path == Path("model")
+
+
+def test_a_tilde_is_the_home_of_the_user_wherever_a_path_stands(load, refused, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load("--run.dir", "~/runs/x", toml='[data]\nsource = "~/train.jsonl"\n').config
+    assert (config.run.dir, config.data.source) == (tmp_path / "runs/x", str(tmp_path / "train.jsonl"))
+    assert load("--data.answer-key", "~x").config.data.answer_key == "~x"
+    assert refused("--run.dir", "")["run.dir"] == "'' is not allowed; expected path"
 
 
 def test_a_misspelled_key_is_not_reported_twice_as_missing(load):

@@ -55,10 +55,19 @@ def test_any_command_line_is_answered(argv: list[str], machine: Machine) -> None
 
 @pytest.mark.parametrize(
     ("table", "key"),
-    [("run", "dir"), ("model", "path"), ("data", "source"), ("rollout", "stop"), ("reward", "args")],
+    [
+        ("run", "dir"),
+        ("model", "path"),
+        ("data", "source"),
+        ("rollout", "stop"),
+        ("reward", "args"),
+        ("engine", "server_args"),
+    ],
 )
 def test_a_nul_character_is_refused_by_the_key_that_holds_it(load: Load, table: str, key: str) -> None:
-    value = {"stop": '["a\\u0000b"]', "args": '{name = "a\\u0000b"}'}.get(key, '"a\\u0000b"')
+    value = {"stop": '["a\\u0000b"]', "args": '{name = "a\\u0000b"}', "server_args": '{"a\\u0000b" = 1}'}.get(
+        key, '"a\\u0000b"'
+    )
     with pytest.raises(InvalidConfigError, match=rf"{table}\.{key}.*not allowed"):
         load(toml=f"[{table}]\n{key} = {value}\n")
 

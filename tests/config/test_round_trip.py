@@ -18,7 +18,8 @@ from asyncrl.config.root import Config
 from asyncrl.config.schema import FieldSpec, KeyPath, fields
 from asyncrl.config.toml import config_toml
 
-TEXT = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda text: text != "none" and "://" not in text)
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
+TEXT = st.text(CHARACTERS, max_size=12).filter(lambda text: text != "none" and "://" not in text)
 KEYS = TEXT.filter(lambda key: "-" not in key and not is_secret(key))
 NUMBERS = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.booleans()
 VALUES = st.recursive(
@@ -27,7 +28,7 @@ VALUES = st.recursive(
 MEMBERS: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     bool: st.booleans(),
-    Path: TEXT.filter(lambda text: "\0" not in text).map(Path),
+    Path: TEXT.filter(lambda text: not text.startswith("~")).map(Path),
     Any: VALUES,
 }
 
