@@ -4,7 +4,7 @@ Importing SGLang costs 12 s and torch; its arguments are declared as annotated f
 `sglang/srt/arg_groups/fields/*.py`, and parsing those takes a tenth of a second.
 
 Invariant: what passes `server_arg_problems` is accepted by the engine's own command line, as far as names, types and
-listed choices tell.
+listed choices tell. (A plugin of SGLang's may add choices as it runs; those are not known here.)
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EngineArgument:
     annotation: str
     """Its type as written in SGLang's source: `Optional[int]`."""
     choices: tuple[Any, ...] | None
-    """Values that it takes, where they are listed literally."""
+    """Values that it takes, where they are listed literally or by the name of a list in `choices.py`."""
     parsed: bool
     """Its text goes through a parser of SGLang's own (JSON, `64k`), so any scalar or table may be meant."""
     negatable: bool
@@ -95,11 +95,12 @@ def engine_arguments() -> Mapping[str, EngineArgument]:
     """All arguments that the installed engine takes on its command line, by field name. Raises ConfigError."""
     root = _sglang_source()
     by_hand = _options_registered_by_hand(root / "server_args.py")
+    named = _named_choices(root / "arg_groups" / "choices.py")
     arguments: dict[str, EngineArgument] = {}
     for path in sorted((root / "arg_groups" / "fields").glob("*.py")):
         for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                argument = _argument(node.target.id, node.annotation, by_hand)
+                argument = _argument(node.target.id, node.annotation, by_hand, named)
                 if argument is not None:
                     arguments[argument.name] = argument
     if "model_path" not in arguments:
@@ -156,7 +157,31 @@ def _options_registered_by_hand(path: Path) -> set[str]:
     }
 
 
-def _argument(name: str, annotation: ast.expr, by_hand: set[str]) -> EngineArgument | None:
+def _named_choices(path: Path) -> dict[str, list[Any]]:
+    """Lists of choices by the names that they are used under."""
+    lists = {}
+    for node in _parsed(path).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = _literal(node.value)
+            if isinstance(value, list):
+                lists[node.targets[0].id] = value
+    return lists
+
+
+def _choices(node: ast.expr | None, named: Mapping[str, list[Any]]) -> list[Any] | None:
+    """The choices that an expression stands for: a literal, the name of a list, a sum of these; None where unknown."""
+    if isinstance(node, ast.Name):
+        return named.get(node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _choices(node.left, named), _choices(node.right, named)
+        return None if left is None or right is None else left + right
+    choices = _literal(node)
+    return None if choices is None else list(choices)
+
+
+def _argument(
+    name: str, annotation: ast.expr, by_hand: set[str], named: Mapping[str, list[Any]]
+) -> EngineArgument | None:
     """Reads `name: A[type, "help"]` or `A[type, Arg(...)]`; None for a field without an option."""
     wrapped = (
         isinstance(annotation, ast.Subscript)
@@ -180,7 +205,7 @@ def _argument(name: str, annotation: ast.expr, by_hand: set[str]) -> EngineArgum
     own_name = option.removeprefix("--").replace("-", "_") if isinstance(option, str) else name
     aliases = _literal(settings.get("aliases")) or []
     negatable = "action" in settings and "BooleanOptionalAction" in ast.unparse(settings["action"])
-    choices = _literal(settings.get("choices"))
+    choices = _choices(settings.get("choices"), named)
     if choices is None and "choices" not in settings:
         choices = _literal_type_values(kind)
     return EngineArgument(

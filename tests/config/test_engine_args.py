@@ -51,6 +51,7 @@ def test_what_the_engine_takes_passes(name, value):
         ("disable_radix_cache", "yes", "expects true or false"),
         ("mem_fraction_static", "x", "expects a number"),
         ("schedule_policy", "best", "one of lpm, random"),
+        ("attention_backend", "foo", "one of triton, torch_native"),
         ("cuda_graph_bs_decode", 3, "expects a list"),
         ("stat_loggers", 1, "no such server argument"),
         ("model_path", "x", "use model.path"),
