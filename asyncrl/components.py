@@ -4,7 +4,7 @@ A user's own loop imports from here (and `asyncrl.driver.run_job`), and from now
 
 Invariants
 - Engines and router boot while data is read and the trainer initialises; nothing waits for them until
-  `controller.wait_ready`.
+  `controller.wait_ready`. Only where both share GPUs, the engines come first and give memory up.
 - What was built is disposed of in reverse order when the job ends, also when a later part failed to build; the
   first error is the one that is raised.
 - Importing this module is cheap (`--help` answers in under a second): a part is imported when it is built.
@@ -19,7 +19,7 @@ import anyio.to_thread
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.job import Job
-from asyncrl.phases import evaluate, export, publish, warm_up
+from asyncrl.phases import evaluate, export, make_room, publish, warm_up
 
 if TYPE_CHECKING:
     from asyncrl.inference.controller import InferenceController
@@ -58,6 +58,7 @@ async def create_rollout_components(job: Job) -> RolloutComponents:
     executor = await anyio.to_thread.run_sync(_build_executor, job, controller.router_url)
     job.disposal.push_async_callback(executor.dispose)
     await executor.start(job.task_group)
+    await make_room(job, controller)
     per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
     return RolloutComponents(controller, executor, per_epoch)
 

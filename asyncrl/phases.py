@@ -50,6 +50,20 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
     job.record.note(f"warm-up: {config.steps} supervised steps, loss {metrics['train/loss']:.3f}")
 
 
+async def make_room(job: Job, controller: InferenceController) -> None:
+    """Where engines share the trainer's GPUs: they give memory up before the trainer is built there.
+
+    Raises EngineError when an engine does not start.
+    """
+    if not job.layout.colocated:
+        return
+    await controller.wait_ready()
+    if job.config.engine.colocate_memory_peak_device == "gpu":
+        await controller.offload_kv()
+    else:
+        await controller.offload()
+
+
 async def publish(
     job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None = None
 ) -> PublicationReport:

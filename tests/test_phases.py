@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.components import RolloutComponents
 from asyncrl.errors import EngineError
-from asyncrl.phases import evaluate, export, publish
+from asyncrl.phases import evaluate, export, make_room, publish
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 
 pytestmark = pytest.mark.anyio
@@ -60,6 +60,24 @@ async def test_weights_are_published_while_the_trainer_holds_them(colocated: boo
     )
     before, after = around if colocated else ([], [])
     assert calls == [*before, "trainer.update_weights 3", *after, "executor.set_weight_version 0.4"]
+
+
+@pytest.mark.parametrize(
+    ("colocated", "peak", "asked"),
+    [
+        (True, "gpu", ["engines.wait_ready", "engines.offload_kv"]),
+        (True, "cpu", ["engines.wait_ready", "engines.offload"]),
+        (False, "gpu", []),
+    ],
+)
+async def test_colocated_engines_make_room_before_the_trainer_is_built(
+    colocated: bool, peak: str, asked: list[str]
+) -> None:
+    calls: list[str] = []
+    job = a_job(colocated)
+    job.config = SimpleNamespace(engine=SimpleNamespace(colocate_memory_peak_device=peak))
+    await make_room(job, Noted("engines", calls))  # type: ignore[arg-type]
+    assert calls == asked
 
 
 @pytest.mark.parametrize("colocated", [True, False])

@@ -25,6 +25,11 @@ class EngineConfig(Section):
     colocate: bool = False
     """Put engines on the trainer ranks' GPUs, memory offloaded around training; always so where there is one GPU."""
 
+    colocate_memory_peak_device: Literal["gpu", "cpu"] = "gpu"
+    """Where memory peaks while colocated engines make room for the trainer at the start. gpu: they release their KV
+    cache only, and their weights stay beside the trainer's. cpu: they release everything, and the weights wait in host
+    memory."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto is cuda when the job sees a GPU."""
 

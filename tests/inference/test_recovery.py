@@ -195,7 +195,7 @@ async def test_a_router_that_ends_or_hangs_is_started_again_and_knows_its_engine
         await fleet.host.signal("router", way)
         await eventually(lambda: fleet.router.lives == 2 and len(fleet.router.workers) == 2, 6)
         assert fleet.controller.router_url == url
-        assert "router_restarted" in fleet.kinds()
+        await eventually(lambda: "router_restarted" in fleet.kinds())
         await publish(fleet, "0.1", None)
         assert serves(fleet, 0, "0.1") and serves(fleet, 1, "0.1")
     assert fleet.failures == []
