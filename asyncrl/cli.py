@@ -1,4 +1,4 @@
-"""The `asyncrl` command: looks at runs, asks them to stop, fetches a model. Thin; each verb is a call elsewhere.
+"""Looks at runs, asks them to stop, fetches a model.
 
 asyncrl report RUN      what happened in a run directory
 asyncrl stop RUN        finish the step in progress, then leave
@@ -39,11 +39,12 @@ def stop(run: Positional[Path]) -> None:
     Args:
         run: The run directory of the job.
     """
-    from asyncrl.run_directory import holder
+    from asyncrl.run_directory import holder, running_beside
 
     pid = holder(run)
     if pid is None:
-        raise RunDirectoryError(f"{run}: no job is running there")
+        beside = " and ".join(map(str, running_beside(run)))
+        raise RunDirectoryError(f"{run}: no job is running there" + (f"; one is in {beside}" if beside else ""))
     os.kill(pid, signal.SIGUSR1)
     print(f"asked process {pid} to leave after the step in progress")
 

@@ -3,17 +3,19 @@
 Invariants
 - One process at a time: the lock is the kernel's, so it ends with the process that holds it, however that ends.
 - A directory is taken only when it is new, empty, or holds a run of ours (`.asyncrl-run.json`) that the user agreed to
-  overwrite; nothing else is ever erased or written into.
+  overwrite or that left nothing but logs; nothing else is ever erased or written into.
 - A gang that torchrun restarted goes on in the directory of its first attempt, whatever `run.if_exists` says.
 - The saved configuration carries no secrets.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -33,6 +35,11 @@ MARKER = ".asyncrl-run.json"
 LOCK = ".lock"
 
 IfExists = Literal["error", "new", "overwrite"]
+State = Literal["free", "begun", "run", "foreign"]
+"""A run has begun until there is something to keep of it: the figures of a step or of an evaluation, an export."""
+
+_BEFORE_THE_FIRST_STEP = frozenset({MARKER, LOCK, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"})
+"""What is in the directory of a run before anything came of it; metrics.jsonl is still empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,30 @@ class RunDirectory:
             raise _unusable(path, error) from error
         return run
 
+    @classmethod
+    def check(cls, config: Config, *, gang: Gang | None = None) -> None:
+        """Raises RunDirectoryError for what `open` would refuse, and leaves everything as it is."""
+        wanted, policy = Path(os.path.abspath(config.run.dir)), config.run.if_exists
+        if (gang or Gang.detect()).restarts:
+            return
+        for path in _names(wanted):
+            state = _state(path)
+            pid = holder(path) if state in ("run", "begun") else None
+            if policy != "new" or (state in ("free", "begun") and pid is None):
+                break
+        _refuse(path, state, policy)
+        if pid is not None:
+            raise _in_use(path, f"process {pid}")
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        try:
+            if missing:  # only the system can say whether it may be made: as far as that goes, it is tried
+                missing[-1].mkdir()
+                missing[-1].rmdir()
+            elif not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise _unusable(path, error) from error
+
     @property
     def config(self) -> Path:
         """The resolved configuration, without secrets."""
@@ -140,7 +171,7 @@ def holder(path: Path) -> int | None:
 
     Raises RunDirectoryError when `path` holds no run.
     """
-    if not path.is_dir() or _state(path) != "run":
+    if not path.is_dir() or _state(path) not in ("run", "begun"):
         raise RunDirectoryError(f"{path} is not the directory of a run (it holds no {MARKER})")
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -153,27 +184,42 @@ def holder(path: Path) -> int | None:
     return None
 
 
+def running_beside(path: Path) -> tuple[Path, ...]:
+    """Directories of the same name but for their number (`demo`, `demo-2`) in which a job of this machine runs."""
+    base = re.sub(r"-\d+$", "", path.name)
+    beside = re.compile(rf"{re.escape(base)}(-\d+)?")
+    names = sorted(name for name in path.parent.glob("*") if beside.fullmatch(name.name) and (name / MARKER).is_file())
+    return tuple(name for name in names if holder(name) is not None)
+
+
 def _claim(path: Path, policy: IfExists) -> tuple[Path, int]:
     """The directory to use, locked, with nothing of an earlier run in it."""
     if policy == "new":
         return next((name, lock) for name in _names(path) if (lock := _lock_if_free(name)) is not None)
-    if _state(path) == "foreign":
-        raise RunDirectoryError(
-            f"run.dir: {path} holds files that are no run's, and they are left alone; choose another with --run.dir"
-        )
+    _refuse(path, _state(path), policy)
     lock = _lock(path)
     try:
-        if _state(path) == "run":
-            if policy == "error":
-                raise RunDirectoryError(
-                    f"run.dir: {path} already holds a run; keep it and take the next free name with --run.if-exists "
-                    "new, erase it with --run.if-exists overwrite, or choose another with --run.dir"
-                )
+        state = _state(path)
+        _refuse(path, state, policy)
+        if state in ("run", "begun"):
             _erase(path)
     except BaseException:  # whatever ended the claim, the lock goes back
         os.close(lock)
         raise
     return path, lock
+
+
+def _refuse(path: Path, state: State, policy: IfExists) -> None:
+    """Raises RunDirectoryError where a directory in `state` is not to be taken."""
+    if state == "foreign":
+        raise RunDirectoryError(
+            f"run.dir: {path} holds files that are no run's, and they are left alone; choose another with --run.dir"
+        )
+    if state == "run" and policy == "error":
+        raise RunDirectoryError(
+            f"run.dir: {path} already holds a run; keep it and take the next free name with --run.if-exists "
+            "new, erase it with --run.if-exists overwrite, or choose another with --run.dir"
+        )
 
 
 def _first_attempt(path: Path, gang: Gang) -> tuple[Path, int] | None:
@@ -195,14 +241,18 @@ def _names(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.name}-{number}")
 
 
-def _state(path: Path) -> Literal["free", "run", "foreign"]:
+def _state(path: Path) -> State:
     try:
         names = {entry.name for entry in path.iterdir()}
+        if MARKER not in names:
+            return "foreign" if names - {LOCK} else "free"
+        metrics = path / "metrics.jsonl"
+        came_to_nothing = names <= _BEFORE_THE_FIRST_STEP and not (metrics.exists() and metrics.stat().st_size)
     except FileNotFoundError:
         return "free"
     except OSError as error:
         raise _unusable(path, error) from error
-    return "run" if MARKER in names else "foreign" if names - {LOCK} else "free"
+    return "begun" if came_to_nothing else "run"
 
 
 def _agent_of(path: Path) -> str | None:
@@ -214,16 +264,18 @@ def _agent_of(path: Path) -> str | None:
 
 
 def _lock_if_free(path: Path) -> int | None:
-    """The lock of a directory without a run; None where another process takes the name in the same moment."""
-    if _state(path) != "free":
+    """The lock of a directory without a run to keep, emptied; None where another process has or takes it."""
+    if _state(path) not in ("free", "begun"):
         return None
     try:
         lock = _lock(path)
     except _InUseError:
         return None
-    if _state(path) != "free":
+    if _state(path) not in ("free", "begun"):
         os.close(lock)
         return None
+    if _state(path) == "begun":
+        _erase(path)
     return lock
 
 
@@ -239,11 +291,9 @@ def _lock(path: Path) -> int:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except BlockingIOError as error:
-        holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+        whom = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
         os.close(lock)
-        raise _InUseError(
-            f"run.dir: {path} is in use by {holder}; wait for it to end, or choose another with --run.dir"
-        ) from error
+        raise _in_use(path, whom) from error
     except OSError as error:
         os.close(lock)
         raise _unusable(path, error) from error
@@ -273,6 +323,10 @@ def _write(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _in_use(path: Path, whom: str) -> _InUseError:
+    return _InUseError(f"run.dir: {path} is in use by {whom}; wait for it to end, or choose another with --run.dir")
 
 
 def _unusable(path: Path, error: OSError) -> RunDirectoryError:

@@ -19,7 +19,7 @@ class RunConfig(Section):
 
     if_exists: Literal["error", "new", "overwrite"] = "error"
     """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), or erase the old
-    run."""
+    run. A run that ended before its first step, leaving nothing but logs, is always replaced."""
 
     export: bool = True
     """Write a Hugging Face export of the final policy into the run directory."""

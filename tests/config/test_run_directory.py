@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import RunDirectoryError
-from asyncrl.run_directory import Gang, RunDirectory
+from asyncrl.run_directory import Gang, RunDirectory, running_beside
 
 HOLD = """
 import sys
@@ -109,7 +109,72 @@ def test_new_takes_the_next_free_name(config, tmp_path):
     for _ in range(3):
         with RunDirectory.open(config("new")) as run:
             paths.append(run.path)
+            run.metrics.write_text("{}\n")
     assert paths == [tmp_path / "run", tmp_path / "run-2", tmp_path / "run-3"]
+
+
+@pytest.mark.parametrize("policy", ["error", "new", "overwrite"])
+def test_a_run_that_came_to_nothing_is_replaced(config, tmp_path, policy):
+    with RunDirectory.open(config()) as run:
+        run.metrics.touch()
+        run.events.write_text("{}\n")
+        (run.logs / "engine-0.log").touch()
+    with RunDirectory.open(config(policy)) as again:
+        assert again.path == run.path
+        assert not again.events.exists() and not list(again.logs.iterdir())
+
+
+@pytest.mark.parametrize("kept", ["summary.json", "export", "failures", "notes.txt", "metrics.jsonl"])
+def test_a_run_with_anything_to_keep_is_kept(config, kept):
+    with RunDirectory.open(config()) as run:
+        (run.path / kept).write_text("something")
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        RunDirectory.open(config())
+    with RunDirectory.open(config("new")) as other:
+        assert other.path != run.path
+    assert (run.path / kept).read_text() == "something"
+
+
+@pytest.mark.parametrize("policy", ["error", "overwrite"])
+def test_a_run_in_its_first_step_is_left_alone(config, tmp_path, policy):
+    with holder(tmp_path / "run") as process:
+        for refuse in (RunDirectory.open, RunDirectory.check):
+            with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid}"):
+                refuse(config(policy))
+        RunDirectory.check(config("new"))
+
+
+def test_a_running_job_of_a_similar_name_is_found(config, tmp_path):
+    for name in ("run", "run-3", "runner"):
+        RunDirectory.open(config(dir=tmp_path / name)).close()
+    with holder(tmp_path / "run-2"), holder(tmp_path / "run-x"):
+        for path in ("run", "run-3", "run-2"):
+            assert running_beside(tmp_path / path) == (tmp_path / "run-2",)
+        asked = subprocess.run(
+            [sys.executable, "-c", "from asyncrl.cli import main; main()", "stop", str(tmp_path / "run")],
+            capture_output=True,
+            text=True,
+        )
+        assert asked.returncode == 2
+        assert asked.stderr == f"error: {tmp_path}/run: no job is running there; one is in {tmp_path}/run-2\n"
+    assert running_beside(tmp_path / "run") == ()
+
+
+def test_what_a_start_would_refuse_is_told_without_touching_anything(config, tmp_path):
+    RunDirectory.check(config())
+    RunDirectory.check(config(dir=tmp_path / "deep" / "er"))
+    assert not list(tmp_path.iterdir())
+    with RunDirectory.open(config()) as run:
+        run.summary.write_text("{}")
+    before = {entry.name for entry in run.path.iterdir()}
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        RunDirectory.check(config())
+    for policy in ("new", "overwrite"):
+        RunDirectory.check(config(policy))
+    assert {entry.name for entry in run.path.iterdir()} == before
+    RunDirectory.check(config(), gang=Gang("7@7", 1))  # its own first attempt made it
+    with pytest.raises(RunDirectoryError, match="holds files that are no run's"):
+        RunDirectory.check(config(dir=Path("/")))
 
 
 def test_overwrite_erases_a_run_and_nothing_outside_it(config, tmp_path):
@@ -176,8 +241,9 @@ def test_runs_that_start_in_the_same_moment_get_names_of_their_own(tmp_path):
 def test_a_path_that_cannot_be_a_directory_is_one_clear_error(config, tmp_path, policy):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/no/such"), tmp_path / ("x" * 300)):
-        with pytest.raises(RunDirectoryError, match=r"run\.dir: cannot use .*; choose another with --run.dir"):
-            RunDirectory.open(config(policy, dir=path))
+        for refuse in (RunDirectory.check, RunDirectory.open):
+            with pytest.raises(RunDirectoryError, match=r"run\.dir: cannot use .*; choose another with --run.dir"):
+                refuse(config(policy, dir=path))
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_no_lock(config, tmp_path):
@@ -195,7 +261,8 @@ def test_a_full_disk_is_one_clear_error_and_leaves_no_lock(config, tmp_path):
 @pytest.mark.parametrize("policy", ["error", "new", "overwrite"])
 def test_a_restarted_gang_goes_on_in_its_own_directory(config, tmp_path, policy):
     if policy == "new":
-        RunDirectory.open(config(), gang=Gang("1@1", 0)).close()
+        with RunDirectory.open(config(), gang=Gang("1@1", 0)) as other:
+            other.summary.touch()
     with RunDirectory.open(config(policy), gang=Gang("7@7", 0)) as first:
         first.metrics.write_text("{}\n")
     with RunDirectory.open(config(policy), gang=Gang("7@7", 1)) as second:
