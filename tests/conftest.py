@@ -1,10 +1,39 @@
-"""What holds for all tests: quick ones run first, whole jobs and real engines last."""
+"""What holds for all tests: quick ones run first, whole jobs and real engines last; long ones leave their results."""
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "test_long.json"
+
+_long: dict[str, dict[str, object]] = {}
+"""Test id → what came of it, of the long ones of this run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A broken function is told in seconds, not after the engines have started."""
     items.sort(key=lambda item: item.get_closest_marker("system") is not None)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "long" not in report.keywords:
+        return
+    found = _long.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+    found["seconds"] = round(float(str(found["seconds"])) + report.duration, 1)
+    if report.outcome != "passed":
+        found["outcome"] = report.outcome
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Results of long tests are kept in the repository; a run of some of them changes those only."""
+    if not _long or session.config.option.markexpr != "long":
+        return
+    known = json.loads(RESULTS.read_text())["tests"] if RESULTS.exists() else {}
+    tests = dict(sorted((known | _long).items()))
+    outcomes = [test["outcome"] for test in tests.values()]
+    summary = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+    RESULTS.write_text(json.dumps({"cores": os.cpu_count(), **summary, "tests": tests}, indent=1) + "\n")
