@@ -7,7 +7,7 @@ fixture has session scope, so anyio keeps its runner), one after the other. A te
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.inference.scratch import mapped_files
+from asyncrl.inference.verify import Checksums
 from asyncrl.observability.events import EventLog
 from tests.tiny_model import write_tiny_qwen3
 
@@ -48,29 +49,32 @@ class RealFleet:
     failures: list[BaseException] = field(default_factory=list)
     """What the controller raised into its task group."""
     publications: int = 0
+    loaded: Mapping[str, Checksums] = field(default_factory=dict)
+    """By engine: checksums of the first checkpoint as the engine itself loaded it when it started."""
 
     def next_version(self) -> str:
         self.publications += 1
         return f"0.{self.publications - 1}"
 
     async def publish_from_disk(self, model: Path, version: str | None = None) -> str:
-        """One whole transaction with the simplest transport; returns the version."""
+        """One whole transaction with the simplest transport; returns the version. The checkpoint serves as its copy."""
         version = version or self.next_version()
         lease = await self.controller.begin_weight_update(version)
         for engine in lease.engines:
             async with EngineClient.open(engine.engine_id, engine.url) as client:
                 await client.update_from_disk(str(model))
         acks = [UpdateAck(engine.engine_id, engine.generation) for engine in lease.engines]
-        await self.controller.commit_weight_update(lease.lease_id, acks)
+        await self.controller.commit_weight_update(lease.lease_id, acks, model)
         return version
 
 
-def fleet_config(model: Path, run_dir: Path, **engine: Any) -> Config:
+def fleet_config(model: Path, run_dir: Path, *, health: Mapping[str, Any] | None = None, **engine: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"path": model},
             "run": {"dir": run_dir},
             "engine": {"max_total_tokens": 16384, "max_running_requests": 64, **engine},
+            "health": health or {},
         }
     )
 
@@ -82,9 +86,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @asynccontextmanager
-async def started_fleet(models: tuple[Path, Path], run_dir: Path, **engine: Any) -> AsyncIterator[RealFleet]:
-    """A fleet of its own, ready, with settings of the `engine` section; its end leaves no file."""
-    config = fleet_config(models[0], run_dir, **engine)
+async def started_fleet(
+    models: tuple[Path, Path], run_dir: Path, *, health: Mapping[str, Any] | None = None, **engine: Any
+) -> AsyncIterator[RealFleet]:
+    """A fleet of its own, ready, with settings of the sections `health` and `engine`; its end leaves no file."""
+    config = fleet_config(models[0], run_dir, health=health, **engine)
     layout = plan_layout(config, Machine())
     events = EventLog(run_dir / "events.jsonl")
 
@@ -107,6 +113,7 @@ async def started_fleet(models: tuple[Path, Path], run_dir: Path, **engine: Any)
             await outer.start(run)
             try:
                 await controller.wait_ready()
+                shared.loaded = await controller.check_weights("checksum")
                 yield shared
             finally:
                 files = mapped_files(host.pid)

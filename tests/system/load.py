@@ -1,0 +1,99 @@
+"""A continuous load on a fleet, and an account of what became of every request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+
+from asyncrl.rollout.engine_client import EngineClient
+from asyncrl.rollout.events import RequestFailed
+from asyncrl.rollout.retry import RetryPolicy
+from asyncrl.rollout.wire import Generation, SamplingParams, encode_prompt
+from tests.tiny_model import VOCABULARY
+
+TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request that ended well."""
+
+    sent_at: float
+    """When its first attempt was sent (monotonic seconds)."""
+    generation: Generation
+
+
+@dataclass
+class Load:
+    """What has happened so far."""
+
+    answers: list[Answer] = field(default_factory=list)
+    attempts: int = 0
+    sent_again: list[tuple[float, str]] = field(default_factory=list)
+    """When a request was sent for a second time, and its sample id."""
+    failures: list[tuple[float, RequestFailed]] = field(default_factory=list)
+    stopping: bool = False
+
+    async def progress(self, answers: int, timeout_s: float = 60.0) -> None:
+        """Returns when so many more requests were answered."""
+        goal = len(self.answers) + answers
+        with anyio.move_on_after(timeout_s):
+            while len(self.answers) < goal:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        last = self.failures[-1][1] if self.failures else "none failed"
+        assert len(self.answers) >= goal, f"{self.attempts} attempts, {len(self.answers)} answers; the last: {last}"
+
+
+class _WatchedClient(EngineClient):
+    """Notes when attempts are sent."""
+
+    load: Load
+
+    async def _attempt(self, rid: str, *request: Any) -> Generation:
+        self.load.attempts += 1
+        sample_id, attempt = rid.split("-", 1)[1].rsplit(".", 1)
+        if attempt == "0001":
+            self.load.sent_again.append((anyio.current_time(), sample_id))
+        return await super()._attempt(rid, *request)
+
+
+@asynccontextmanager
+async def continuous_load(router_url: str, requests: int) -> AsyncIterator[Load]:
+    """Keeps `requests` requests in flight; the end waits for those under way. GenerationFailed of any is raised."""
+    load = Load()
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True).encode()
+    random = np.random.default_rng(0)
+
+    async with (
+        _WatchedClient(
+            router_url,
+            vocab_size=VOCABULARY,
+            concurrency=requests,
+            timeout_s=120.0,
+            policy=RetryPolicy(retries=4, patience_s=120.0),
+            on_failure=lambda failed: load.failures.append((anyio.current_time(), failed)),
+        ) as client,
+        anyio.create_task_group() as task_group,
+    ):
+        client.load = load
+
+        async def one(worker: int) -> None:
+            number = 0
+            while not load.stopping:
+                prompt = encode_prompt(random.integers(1, VOCABULARY, 8, dtype=np.int32), VOCABULARY)
+                sent_at = anyio.current_time()
+                generation = await client.generate(f"w{worker:03d}-{number:06d}", prompt, sampling)
+                load.answers.append(Answer(sent_at, generation))
+                number += 1
+
+        for worker in range(requests):
+            task_group.start_soon(one, worker)
+        try:
+            yield load
+        finally:
+            load.stopping = True
