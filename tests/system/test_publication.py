@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from asyncrl.data.fleet import EngineState
+from asyncrl.inference.engine_api import EngineClient
 from asyncrl.weights.publication import PublicationReport, publish
 from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport
@@ -38,13 +39,12 @@ async def second(serving_fleet: RealFleet) -> AsyncIterator[ThreadSource]:
     source.close()
 
 
-def make_transport(kind: str, fleet: RealFleet, directory: Path) -> Transport:
-    opener = fleet.controller.open_engine
+def make_transport(kind: str, directory: Path) -> Transport:
     if kind == "broadcast":
-        return BroadcastTransport(opener, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+        return BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
     if kind == "tensor":
-        return TensorTransport(opener, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
-    return DiskTransport(opener, directory=directory, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+        return TensorTransport(EngineClient.open, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+    return DiskTransport(EngineClient.open, directory=directory, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
 
 
 async def publish_to(fleet: RealFleet, source: ThreadSource, transport: Transport, version: str) -> PublicationReport:
@@ -82,7 +82,7 @@ async def greedy_of_transformers(model: Path) -> list[int]:
 async def test_the_engine_answers_as_transformers_does_with_the_published_weights(
     kind: str, serving_fleet: RealFleet, second: ThreadSource, tmp_path: Path
 ) -> None:
-    transport = make_transport(kind, serving_fleet, tmp_path / "weights")
+    transport = make_transport(kind, tmp_path / "weights")
     before = await generate(serving_fleet)
     assert (await generate(serving_fleet))["meta_info"]["cached_tokens"] > 0, "the prefix is cached"
     version = serving_fleet.next_version()
@@ -102,7 +102,7 @@ async def test_the_engine_answers_as_transformers_does_with_the_published_weight
 async def test_a_running_generation_goes_on_under_the_new_version_and_shows_no_torn_span(
     serving_fleet: RealFleet, second: ThreadSource
 ) -> None:
-    transport = make_transport("broadcast", serving_fleet, Path())
+    transport = make_transport("broadcast", Path())
     old, new = serving_fleet.controller.fleet().published_version, serving_fleet.next_version()
     answers: list[dict[str, Any]] = []
     sampling = anyio.Event()
@@ -136,7 +136,7 @@ async def test_a_running_generation_goes_on_under_the_new_version_and_shows_no_t
 async def test_a_transfer_that_stops_halfway_frees_the_engine_for_the_next_one(
     how: str, serving_fleet: RealFleet, second: ThreadSource
 ) -> None:
-    transport = make_transport("broadcast", serving_fleet, Path())
+    transport = make_transport("broadcast", Path())
     scope = anyio.CancelScope()
     loop = asyncio.get_running_loop()
 
