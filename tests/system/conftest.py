@@ -25,7 +25,6 @@ from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.inference.scratch import mapped_files
 from asyncrl.inference.verify import Checksums
-from asyncrl.inference.verify import Checksums
 from asyncrl.observability.events import EventLog
 from tests.tiny_model import write_tiny_qwen3
 
