@@ -17,13 +17,13 @@ class DataConfig(Section):
     `package.module:function` that returns an iterable of dicts."""
 
     split: str | None = None
-    """Split of a Hugging Face dataset directory; None takes `train`, or the only one."""
+    """Split of a Hugging Face dataset directory; none takes `train`, or the only one."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a reasoning_gym task or of the dotted function (for example {max_terms = 2})."""
 
     size: int | None = Field(default=None, ge=1)
-    """Number of prompts to take (or, for generated tasks, to make); None takes all of a file."""
+    """Number of prompts to take (or, for generated tasks, to make); none takes all of a file."""
 
     seed: int = 0
     """Seed of the shuffle and of generated tasks."""
@@ -35,7 +35,7 @@ class DataConfig(Section):
     """Field that holds the prompt: a string, or a list of chat messages."""
 
     answer_key: str | None = "answer"
-    """Field that holds the reference answer given to the reward; None where there is none."""
+    """Field that holds the reference answer given to the reward; none where there is none."""
 
     chat_template: bool | Literal["auto"] = "auto"
     """Render prompts with the tokenizer's chat template; auto does so when the tokenizer has one."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 import shutil
+import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -12,7 +16,7 @@ from rich.text import Text
 from asyncrl.config.schema import FieldSpec, fields
 
 _USAGE = """\
-usage: train.py [@ RECIPE.toml ...] [--SECTION.KEY VALUE ...] [--dry-run] [--help]
+usage: {program} [@ RECIPE.toml ...] [--SECTION.KEY VALUE ...] [--dry-run] [--help]
 
 Later files win over earlier ones, options over files. Dashes and underscores are the same. `none` unsets what may be
 unset; lists take several values (--rollout.stop A B) or a literal ([1, 2]); a table takes --TABLE.NAME VALUE or
@@ -23,11 +27,22 @@ a literal ({name = 1}). A value that starts with @ or -- is written --SECTION.KE
 """
 
 
+_PADDING = re.compile(r" +$", re.MULTILINE)
+"""Tables fill their width with blanks."""
+
+
 def print_help(stream: TextIO) -> None:
     """Writes the help, as wide as the terminal allows."""
     width = min(160, max(100, shutil.get_terminal_size(fallback=(120, 0)).columns))
-    console = Console(file=stream, width=width, highlight=False, emoji=False, markup=False)
-    console.print(_USAGE)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=stream.isatty(),
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+    console.print(_USAGE.replace("{program}", Path(sys.argv[0]).name))
     sections: list[tuple[FieldSpec, Table]] = []
     for spec in fields().values():
         if spec.kind == "section":
@@ -44,6 +59,9 @@ def print_help(stream: TextIO) -> None:
         console.print(Text(f"{section.key}: {section.help}", style="bold underline"))
         console.print(table)
         console.print()
+    written = console.file
+    assert isinstance(written, io.StringIO)
+    stream.write(_PADDING.sub("", written.getvalue()))
 
 
 def default_in_words(default: Any) -> str:

@@ -23,4 +23,4 @@ class ModelConfig(Section):
     """Numbers of trainer and engine alike; auto is float32 on CPU and bfloat16 on GPU."""
 
     context_length: int | None = Field(default=None, ge=2)
-    """Longest prompt + response in tokens; None takes the model's own limit."""
+    """Longest prompt + response in tokens; none takes the model's own limit."""

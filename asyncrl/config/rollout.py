@@ -11,7 +11,7 @@ class RolloutConfig(Section):
     """Sampling of one batch."""
 
     prompts_per_step: int = Field(default=8, ge=1)
-    """Prompt groups in one training batch (B in the design)."""
+    """Prompt groups in one training batch."""
 
     samples_per_prompt: int = Field(default=8, ge=1)
     """Samples of one prompt group (the G of GRPO)."""
@@ -52,7 +52,7 @@ class RewardConfig(Section):
     `package.module:function`; sync or async, called with (sample, prompt), returning a float."""
 
     args: dict[str, str | float | int | bool] = Field(default_factory=dict)
-    """Keyword arguments bound to the function."""
+    """Keyword arguments bound to the function; of a built-in one they are checked with the configuration."""
 
     timeout_s: float = Field(default=30.0, gt=0)
     """A call that takes longer is ended and counted as failed."""
@@ -62,4 +62,5 @@ class RewardConfig(Section):
     driver."""
 
     max_failure_fraction: float = Field(default=0.5, ge=0, le=1)
-    """Failing on more than this fraction of the first batch stops the run."""
+    """Failing on more than this fraction of the first batch stops the run. Later, and below it, a sample whose reward
+    fails is left out of its group, and counted in each step's line."""

@@ -38,7 +38,7 @@ class EvalConfig(Section):
     """Greedy evaluation on held-out prompts."""
 
     every: int | None = Field(default=None, ge=1)
-    """Evaluate before every n-th step; None only at start and end."""
+    """Evaluate before every n-th step; none only at start and end."""
 
     at_start: bool = True
     """Evaluate before the first step."""
@@ -47,10 +47,10 @@ class EvalConfig(Section):
     """Evaluate after the last step."""
 
     data: DataConfig | None = None
-    """Held-out prompts; None does no evaluation."""
+    """Held-out prompts; none does no evaluation."""
 
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Longest response; None takes rollout.max_new_tokens."""
+    """Longest response; none takes rollout.max_new_tokens."""
 
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""

@@ -13,10 +13,10 @@ class TrainConfig(Section):
     """GRPO training."""
 
     num_steps: int | None = Field(default=100, ge=0)
-    """Rollout batches to train; None trains `num_epochs` of the data."""
+    """Rollout batches to train; none trains `num_epochs` of the data."""
 
     num_epochs: int = Field(default=1, ge=1)
-    """Passes over the data when num_steps is None."""
+    """Passes over the data when num_steps is none."""
 
     loss: Literal["grpo", "sft"] = "grpo"
     """grpo: clipped policy gradient with group-relative advantages; sft: cross entropy on the responses."""

@@ -31,6 +31,9 @@ _log = structlog.get_logger("asyncrl.watchdog")
 
 _HEARTBEAT_S = 0.1
 _LOOK_S = 0.2
+_STARVED_TIMES = 5.0
+"""A loop that runs nothing itself is spoken of at so many times the threshold: below, it waits for a library that
+another thread imports, as at every start, and nobody can do a thing about that."""
 
 
 class OverdueWaits:
@@ -163,8 +166,10 @@ class LoopMonitor:
             late_s = now - beat
             if reported_beat or late_s < self._threshold_s + _HEARTBEAT_S:
                 continue
-            reported_beat = beat
             place = blocking_place(sys._current_frames().get(loop_thread))
+            if place is None and late_s < _STARVED_TIMES * self._threshold_s:
+                continue
+            reported_beat = beat
             if place is None:
                 _log.warning(
                     f"the event loop did not turn for {late_s:.1f} s, yet runs nothing: starved by other threads"

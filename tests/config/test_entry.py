@@ -49,6 +49,13 @@ def test_help_explains_every_field_in_under_a_second():
         if spec.kind != "section":
             assert re.search(rf"^  {re.escape(spec.option)} ", done.stdout, re.MULTILINE), spec.option
     assert min(seconds) < 1.0
+    assert not re.search(r"[ \t]$", done.stdout, re.MULTILINE)
+
+
+def test_help_names_the_program_that_was_asked(recipe):
+    Path("my_loop.py").write_text(LOAD)
+    done = subprocess.run([sys.executable, "my_loop.py", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage: my_loop.py [@ RECIPE.toml ...]")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--dry-run"], ["--engine.server-args.chunked-prefill-size", "1"]])

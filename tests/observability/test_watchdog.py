@@ -129,6 +129,21 @@ async def test_a_loop_that_keeps_its_pace_is_left_alone() -> None:
     assert monitor.statistics().blocks == 0
 
 
+async def test_a_loop_starved_by_an_import_is_no_news_and_one_that_stays_so_is() -> None:
+    monitor = LoopMonitor(threshold_s=0.2)
+    monitor._beat = time.monotonic() - 0.4  # a loop that does not turn, and whose thread runs nothing of its own
+    watch = threading.Thread(target=monitor._watch, args=(-1,))
+    with capture_logs() as logs:
+        watch.start()
+        with anyio.fail_after(10):
+            await until(lambda: bool(logs))
+        monitor._stop.set()
+        await anyio.to_thread.run_sync(watch.join)
+    (line,) = logs
+    late = re.fullmatch(r"the event loop did not turn for (\S+) s, yet runs nothing: starved by .*", line["event"])
+    assert late is not None and float(late[1]) >= 1.0
+
+
 @contextmanager
 def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
     """Kills `process` at the end of the body, or after `seconds`, so that reading from it ends in any case."""
