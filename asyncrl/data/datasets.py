@@ -89,10 +89,11 @@ def prompt_renderer(config: DataConfig, tokenizer: PolicyTokenizer, where: str) 
         value = required_field(record, config.prompt_key, where, "prompt_key")
         if isinstance(value, str):
             return tokenizer.render_chat([*system, {"role": "user", "content": value}]) if chat else value
-        if not _is_messages(value):
+        defect = _defect_of_messages(value)
+        if defect is not None:
             raise DataError(
                 f'{where}: {record.place}: field "{config.prompt_key}" must be a string or a list of chat messages, '
-                f"found {type(value).__name__}; set {where}.prompt_key"
+                f"but {defect}" + ("" if isinstance(value, list) else f"; set {where}.prompt_key")
             )
         if not chat:
             raise DataError(
@@ -128,9 +129,18 @@ def _answer(record: Record, config: DataConfig, where: str) -> str | None:
     return str(value) if isinstance(value, int | float) else msgspec.json.encode(value, enc_hook=str).decode()
 
 
-def _is_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    )
+def _defect_of_messages(value: Any) -> str | None:
+    """Why `value` is no conversation: `message 1 has no `content` (found: role, text)`; None where it is one."""
+    if not isinstance(value, list):
+        return f"it is {type(value).__name__}"
+    if not value:
+        return "it is an empty list"
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            return f"message {number} is {type(message).__name__}, not an object with `role` and `content`"
+        for name in ("role", "content"):
+            if name not in message:
+                return f"message {number} has no `{name}` (found: {', '.join(map(str, message)) or 'nothing'})"
+        if not isinstance(message["role"], str):
+            return f"the `role` of message {number} is {type(message['role']).__name__}, not a string"
+    return None

@@ -115,8 +115,16 @@ def test_size_limits_a_file(tmp_path: Path, plain: PolicyTokenizer) -> None:
         ('{"prompt": "x"}', r'line 2: field "answer" is missing \(found: prompt\); set data.answer_key'),
         (
             '{"prompt": 3, "answer": "y"}',
-            r'line 2: field "prompt" must be a string or a list of chat messages, found int',
+            r'line 2: field "prompt" must be a string or a list of chat messages, but it is int; set data.prompt_key',
         ),
+        (
+            '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "text": "x"}], "answer": "y"}',
+            r"chat messages, but message 2 has no `content` \(found: role, text\)$",
+        ),
+        ('{"prompt": [{"content": "x"}], "answer": "y"}', r"but message 1 has no `role` \(found: content\)$"),
+        ('{"prompt": [{"role": 1, "content": "x"}], "answer": "y"}', "the `role` of message 1 is int, not a string"),
+        ('{"prompt": ["x"], "answer": "y"}', "message 1 is str, not an object with `role` and `content`"),
+        ('{"prompt": [], "answer": "y"}', "but it is an empty list"),
         ('{"prompt": [{"role": "user", "content": "x"}], "answer": "y"}', "line 2: .* holds chat messages"),
         ('{"prompt": "", "answer": "y"}', "line 2: the prompt is empty"),
         ('{"prompt": "x", ', "line 2: not valid JSON"),
