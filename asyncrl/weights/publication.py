@@ -167,7 +167,7 @@ async def _transact(
         with waiting("pause and update session", "engines", timeouts.begin):
             lease = await fleet.begin_weight_update(version)
         progress = _Progress(lease.engines)
-        writer = None if copies is None or transport.copy is not None else copies.writer(version, source.tensor_specs)
+        writer = None if copies is None or transport.copy is not None else copies.writer(source.tensor_specs)
         try:
             exported = source if writer is None else CopyingSource(source, writer)
             await _transfer(exported, transport, version, attempts, events, progress, timeouts.abandon)

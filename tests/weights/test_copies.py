@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import anyio
@@ -19,7 +20,7 @@ from tests.weights.fakes import random_tensors, specs_of
 
 def write(copies: Copies, version: str, seed: int = 0) -> Path | None:
     tensors = random_tensors(seed)
-    writer = copies.writer(version, specs_of(tensors))
+    writer = copies.writer(specs_of(tensors))
     assert writer is not None
     writer.start()
     for name, tensor in tensors.items():
@@ -44,14 +45,57 @@ def test_the_last_two_copies_are_kept(tmp_path: Path) -> None:
     copies = Copies(tmp_path)
     for version in ("0.1", "0.2", "0.3"):
         write(copies, version)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.2", "0.3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".next", "0.2", "0.3"]
     copies.remove()
     assert not tmp_path.exists()
 
 
+def test_the_files_of_an_old_copy_become_those_of_the_next(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    directories = [write(copies, version, seed) for seed, version in enumerate(("0.1", "0.2", "0.3"))]
+    old = (tmp_path / ".next" / "model.safetensors").stat().st_ino
+    directories.append(write(copies, "0.4", seed=3))
+    newest = directories[-1]
+    assert newest is not None and (newest / "model.safetensors").stat().st_ino == old
+    for seed, directory in enumerate(directories[2:], start=2):
+        assert directory is not None
+        loaded, expected = load_file(directory / "model.safetensors"), random_tensors(seed)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_copy_may_be_shorter_than_the_one_in_whose_files_it_is_written(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    for version in ("0.1", "0.2", "0.3"):
+        write(copies, version)
+    few = {"norm": random_tensors()["layer.0.norm"]}
+    writer = copies.writer(specs_of(few))
+    assert writer is not None
+    writer.start()
+    writer.put("norm", few["norm"])
+    writer.finish()
+    directory = copies.publish(writer, "0.4")
+    assert directory is not None
+    assert torch.equal(load_file(directory / "model.safetensors")["norm"], few["norm"])
+
+
+def test_a_copy_that_somebody_removed_is_missed_by_nobody(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    for version in ("0.1", "0.2", "0.3", "0.4"):
+        assert write(copies, version) is not None
+        shutil.rmtree(tmp_path / "0.1", ignore_errors=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".next", "0.3", "0.4"]
+
+
+def test_a_version_that_is_published_again_replaces_its_copy_and_no_other(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    for version in ("0.1", "0.2", "0.2", "0.2"):
+        write(copies, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.1", "0.2"]
+
+
 def test_a_copy_that_was_broken_off_does_not_appear(tmp_path: Path) -> None:
     copies, tensors = Copies(tmp_path), random_tensors()
-    writer = copies.writer("0.1", specs_of(tensors))
+    writer = copies.writer(specs_of(tensors))
     assert writer is not None
     writer.start()
     writer.put("layer.0.weight", tensors["layer.0.weight"])
@@ -95,7 +139,7 @@ def test_large_weights_are_kept_only_where_asked_or_where_one_engine_serves(tmp_
     assert largest("auto", 1) is None
     assert largest("always", 2) is None
     assert largest("never", 1) == "nothing"
-    assert Copies(tmp_path, largest_bytes=10).writer("0.1", specs_of(random_tensors())) is None
+    assert Copies(tmp_path, largest_bytes=10).writer(specs_of(random_tensors())) is None
 
 
 def test_a_directory_of_the_users_choice_is_shared_by_runs_without_meeting(tmp_path: Path) -> None:
@@ -120,7 +164,7 @@ async def test_a_sink_that_fails_fails_the_export_and_leaves_no_copy(tmp_path: P
 
     source = ThreadSource()
     copies = Copies(tmp_path)
-    writer = copies.writer("0.1", source.tensor_specs)
+    writer = copies.writer(source.tensor_specs)
     assert writer is not None
     try:
         with pytest.raises(WeightUpdateError, match="the wire broke"), anyio.fail_after(10):
