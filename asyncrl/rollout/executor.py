@@ -174,6 +174,7 @@ class RolloutExecutor:
             groups,
             epoch=epoch,
             dropped_groups=collection.dropped,
+            dropped_failure=collection.failure,
             failed_attempts=sum(self._started.client.statistics().failed_attempts.values()) - attempts_before,
             seconds=time.monotonic() - began,
             published_version=self._published_version,

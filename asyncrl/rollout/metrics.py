@@ -45,7 +45,8 @@ class RolloutMetrics:
     tokens_per_s: float
     """Response tokens delivered per second of that."""
     failure: str = ""
-    """An example of what most of the failed samples failed of; empty where none failed."""
+    """An example of what most of the failed samples failed of, else what the first replaced group failed of; empty
+    where nothing failed."""
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, float]:
         """Numbers by name, without the rollout id."""
@@ -71,6 +72,7 @@ def measure_rollout(
     *,
     epoch: int,
     dropped_groups: int,
+    dropped_failure: str,
     failed_attempts: int,
     seconds: float,
     published_version: str | None,
@@ -109,5 +111,6 @@ def measure_rollout(
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         failure=most_common_failure(
             [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
-        ),
+        )
+        or dropped_failure,
     )

@@ -22,11 +22,18 @@ SAMPLE = Sample(
 )
 
 
-def measured(*failures: str | None) -> RolloutMetrics:
+def measured(*failures: str | None, dropped: str = "") -> RolloutMetrics:
     samples = [SAMPLE if f is None else replace(SAMPLE, reward=None, failure=f) for f in failures]
     group = SampleGroup("0", Prompt("p:0", "1+1=", IDS), tuple(samples))
     return measure_rollout(
-        0, [group], epoch=0, dropped_groups=0, failed_attempts=0, seconds=2.0, published_version="0.1"
+        0,
+        [group],
+        epoch=0,
+        dropped_groups=bool(dropped),
+        dropped_failure=dropped,
+        failed_attempts=0,
+        seconds=2.0,
+        published_version="0.1",
     )
 
 
@@ -34,6 +41,7 @@ def test_a_batch_names_what_most_of_its_failed_samples_failed_of() -> None:
     metrics = measured(None, "generation timeout: late", "ValueError: a (r.py:1)", "ValueError: b (r.py:1)")
     assert (metrics.samples, metrics.failed_samples, metrics.failure) == (1, 3, "ValueError: a (r.py:1)")
     assert measured(None).failure == ""
+    assert measured(None, dropped="x: 1").failure == "x: 1"
 
 
 def test_only_numbers_are_written_to_the_metrics() -> None:
