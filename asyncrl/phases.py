@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # torch stays out of the driver until the engines are on thei
     from asyncrl.weights.publication import PublicationReport
 
 
-_PROGRESS_STEPS = 20
-"""The display hears of the warm-up's progress every so many steps."""
+_PROGRESS_TIMES = 20
+"""The display hears so many times of the warm-up's progress."""
 
 
 async def warm_up(job: Job, trainer: TrainGroup) -> None:
@@ -38,12 +38,12 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
     config = job.config.warmup
     if config.steps == 0:
         return
-    rising = max(1, config.steps // 10)
+    rising, stride = max(1, config.steps // 10), max(1, config.steps // _PROGRESS_TIMES)
     with job.record.phase("warm-up"):
         examples = await anyio.to_thread.run_sync(_load, job)
-        for first in range(0, config.steps, _PROGRESS_STEPS):
+        for first in range(0, config.steps, stride):
             with job.record.phase(f"warm-up {first}/{config.steps}"):
-                for step in range(first, min(first + _PROGRESS_STEPS, config.steps)):
+                for step in range(first, min(first + stride, config.steps)):
                     lr = config.lr * min(1.0, (step + 1) / rising)
                     metrics = await trainer.train_sft(examples.next_batch(step), lr)
         await trainer.reset_optimizer()
