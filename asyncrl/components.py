@@ -55,7 +55,7 @@ async def create_rollout_components(job: Job) -> RolloutComponents:
     await controller.start(job.task_group)
 
     # torch and transformers take seconds to import; by now the engines are importing theirs.
-    executor = await anyio.to_thread.run_sync(_build_executor, job, controller.router_url)
+    executor = await anyio.to_thread.run_sync(_build_executor, job, controller.router_url, abandon_on_cancel=True)
     job.disposal.push_async_callback(executor.dispose)
     await executor.start(job.task_group)
     await make_room(job, controller)
