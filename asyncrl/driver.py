@@ -24,8 +24,8 @@ import anyio
 from asyncrl.config import Config
 from asyncrl.config.loading import LoadedConfig, load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
-from asyncrl.errors import AsyncRLError, ModelError
-from asyncrl.exit_protocol import RankZeroExit, prepare_rank
+from asyncrl.errors import AsyncRLError, ModelError, RewardError
+from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
 from asyncrl.job import Job
 from asyncrl.observability.display import make_display
@@ -34,6 +34,7 @@ from asyncrl.observability.logging import logging_to
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
 from asyncrl.recorder import Recorder, conclude
+from asyncrl.rollout.rewards.result import describe_exception
 from asyncrl.run_directory import RunDirectory
 from asyncrl.training.architecture import check_tensor_parallel, read_architecture
 
@@ -49,7 +50,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     """
     rank_exit = prepare_rank()
     try:
-        loaded = load_config(sys.argv[1:] if argv is None else argv)
+        loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=_would_start)
         if rank_exit is not None:
             rank_exit.allow(loaded.config.run.stop_grace_s)
         code = _drive(loop, loaded) if loaded.machine.rank == 0 else _serve(loaded)
@@ -70,6 +71,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
     _build_model(loaded.config)
     check_tensor_parallel(read_architecture(loaded.config.model.path), loaded.config.train.tensor_parallel)
     with ExitStack() as stack:
+        keep_graceful_stop()  # before `asyncrl stop` can find the run
         run = stack.enter_context(RunDirectory.open(loaded.config, loaded.sources))
         config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update={"dir": run.path})})
         stack.enter_context(logging_to(run.path))
@@ -78,13 +80,13 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         stack.callback(events.close)
         metrics = MetricsLog(run.metrics, run.attempt)
         stack.callback(metrics.close)
-        display = make_display(config.run.display)
+        display = make_display(config.run.display, run_dir=run.path)
         stack.callback(display.stop)
         display.start(None)
         recorder = Recorder(display=display, metrics=metrics, events=events)
         events.emit(JobStarted(pid=os.getpid(), ranks=loaded.machine.world_size, total_steps=config.train.num_steps))
         outcome = Outcome()
-        rank_exit = RankZeroExit(config.run.stop_grace_s)
+        rank_exit = RankZeroExit(config.run.stop_grace_s, tell=display.note)
         try:
             with outcome.recorded(events), _first_expected_error():
                 anyio.run(
@@ -97,6 +99,8 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         if recorder.steps or outcome.reason == FINISHED:
             conclude(recorder, outcome.reason, run_dir=run.path, model=config.model.path)
             rank_exit.expect_exit(outcome.exit_code)
+        else:
+            print(outcome.reason, file=sys.stderr, flush=True)
         return outcome.exit_code
 
 
@@ -177,7 +181,26 @@ def _build_model(config: Config) -> None:
     if config.model.builder is None or (config.model.path / "config.json").exists():
         return
     build = resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
-    build(config.model.path)
+    try:
+        build(config.model.path)
+    except AsyncRLError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise ModelError(
+            f"model.builder: {config.model.builder} failed to make {config.model.path}: {describe_exception(error)}"
+        ) from error
+
+
+def _would_start(loaded: LoadedConfig) -> None:
+    """For a dry run: raises AsyncRLError for what only the start itself would find, short of reading data."""
+    config = loaded.config
+    RunDirectory.check(config)
+    if (config.model.path / "config.json").exists():
+        check_tensor_parallel(read_architecture(config.model.path), config.train.tensor_parallel)
+    elif config.model.builder is not None:
+        resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
+    if ":" in config.reward.function:
+        resolve_dotted_path(config.reward.function, setting="reward.function", error=RewardError)
 
 
 @contextmanager

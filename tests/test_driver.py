@@ -165,3 +165,53 @@ asyncrl.driver._serve = serve
     ended = run_loop(recipe, "pass", "--run.stop-grace-s", "0.1", before=before, **rank_1)
     assert ended.code == 128 + signal.SIGTERM and "no end came from rank 0 after SIGTERM" in ended.text, ended.text
     assert ended.seconds < 12.0  # with the default grace it would be 13 s after the signal
+
+
+def test_a_stop_is_answered_at_once_and_has_the_last_word(recipe: Path) -> None:
+    loop = "time.sleep(0); os.kill(os.getpid(), signal.SIGTERM); await anyio.sleep(60)"
+    ended = run_loop(recipe, loop, "--run.stop-grace-s", "20")
+    first, answer, last = ended.text.splitlines()
+    assert first == f"run directory: {ended.run_dir}"
+    assert answer == "SIGTERM: stopping, for 20 s at most; once more leaves by force"
+    assert (ended.code, last) == (128 + signal.SIGTERM, "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("when", ["asyncrl.driver.RunDirectory.open", "asyncrl.driver.conclude"])
+def test_a_graceful_stop_kills_nobody_before_or_after_the_loop(recipe: Path, when: str) -> None:
+    before = f"""
+import asyncrl.driver
+def signalled(*args, meant={when}, **kwargs):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return meant(*args, **kwargs)
+{when} = signalled
+"""
+    ended = run_loop(recipe, "print('asked:', job.stop.requested)", before=before)
+    assert ended.code == 0, ended.text
+    assert f"asked: {when.endswith('open')}" in ended.text
+
+
+def test_a_builder_that_raises_is_one_message(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken_model.py").write_text("def build(path): raise TypeError('no such size')\n")
+    new = ("--model.path", str(tmp_path / "not-yet"), "--model.builder", "broken_model:build")
+    ended = run_loop(recipe, "pass", *new, PYTHONPATH=str(tmp_path))
+    assert ended.code == 1 and "Traceback" not in ended.text
+    assert ended.text.startswith("error: model.builder: broken_model:build failed to make ")
+    assert "TypeError: no such size" in ended.text and "broken_model.py:1 in build" in ended.text
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "text"),
+    [
+        (("--run.dir", "/proc/x"), {}, "cannot use /proc/x"),
+        (("--reward.function", "json:lods"), {}, "'json' has no 'lods'"),
+        ((), {"model_type": "gpt2"}, 'model_type "gpt2" cannot be trained'),
+    ],
+)
+def test_a_dry_run_refuses_what_the_start_would(
+    recipe: Path, options: tuple[str, ...], config: dict[str, str], text: str
+) -> None:
+    path = recipe.parent / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    ended = run_loop(recipe, "pass", "--dry-run", *options)
+    assert ended.code != 0 and text in ended.text, ended.text
+    assert not ended.run_dir.exists()

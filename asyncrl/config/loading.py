@@ -12,7 +12,7 @@ key and its override are spelled alike and one look-up names the nearest valid k
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,11 @@ class CommandLine:
     problems: tuple[Problem, ...]
 
 
-def load_config(argv: Sequence[str]) -> LoadedConfig:
+def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None] | None = None) -> LoadedConfig:
     """The configuration that `argv` (without the program's name) asks for on this machine.
 
-    `--help` and `--dry-run` print (on rank 0 only) and leave with SystemExit(0). Raises InvalidConfigError.
+    `--help` and `--dry-run` print (on rank 0 only) and leave with SystemExit(0). A dry run first calls `dry_check`,
+    which raises for what the start would refuse beyond this. Raises InvalidConfigError.
     """
     line = parse_command_line(argv)
     if line.help:
@@ -69,6 +70,8 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
         if loaded.machine.rank == 0:
             from asyncrl.config.report import dry_run_report
 
+            if dry_check is not None:
+                dry_check(loaded)
             print(dry_run_report(loaded), end="")
         raise SystemExit(0)
     return loaded

@@ -5,7 +5,7 @@ SIGKILLs; a second Ctrl-C arrives as SIGTERM. When a rank dies, it SIGTERMs the 
 
 - rank 0, at SIGINT, SIGTERM or SIGHUP: stop now. The driver's scope is cancelled; past the grace, leave by force.
 - rank 0, at a second one more than 0.5 s later: leave by force. The lifeline closes, and the host kills the rest.
-- rank 0, at SIGUSR1: graceful stop. The loop finishes its step and leaves.
+- rank 0, at SIGUSR1: graceful stop. The loop finishes its step and leaves. (One that comes before the loop is kept.)
 - rank 0, when the run is over, well or not: leave by force where disposal, summary or the interpreter's own end take
   several graces each.
 - ranks >= 1, at SIGINT, SIGTERM or SIGHUP: nothing, rank 0 leads the stop; leave by force shortly after its grace.
@@ -25,6 +25,6 @@ the deadline that it starts.
 """
 
 from asyncrl.exit_protocol.policy import StopRequest
-from asyncrl.exit_protocol.ranks import RankExit, RankZeroExit, prepare_rank
+from asyncrl.exit_protocol.ranks import RankExit, RankZeroExit, keep_graceful_stop, prepare_rank
 
-__all__ = ["RankExit", "RankZeroExit", "StopRequest", "prepare_rank"]
+__all__ = ["RankExit", "RankZeroExit", "StopRequest", "keep_graceful_stop", "prepare_rank"]

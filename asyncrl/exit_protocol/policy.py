@@ -27,6 +27,7 @@ class Order(Enum):
     """What a policy wants done."""
 
     STOP_NOW = "stop now"
+    FINISH = "leave after the step in progress"
     LEAVE = "leave by force"
 
 
@@ -48,6 +49,8 @@ class Policy(Protocol):
     leave_by: float | None
     """When to leave by force."""
     reason: str
+    answer: str
+    """What to tell the person who sent the signal that the latest order came from."""
 
     def on_signal(self, signum: int, now: float) -> Order | None: ...
     def on_rank_zero_seen(self) -> None: ...
@@ -62,14 +65,18 @@ class RankZeroPolicy:
         self.exit_code = 0
         self.leave_by: float | None = None
         self.reason = ""
+        self.answer = ""
         self.stopped_by: signal.Signals | None = None
         self.stop = StopRequest()
         self._since = 0.0
 
     def on_signal(self, signum: int, now: float) -> Order | None:
         if signum == GRACEFUL_SIGNAL:
+            if self.stop.requested or self.stopped_by is not None:
+                return None
             self.stop.request()
-            return None
+            self.answer = "asked to stop: the step in progress is the last"
+            return Order.FINISH
         if signum not in STOP_SIGNALS:
             return None
         name = signal.Signals(signum).name
@@ -78,6 +85,7 @@ class RankZeroPolicy:
             self.exit_code = 128 + signum
             self.reason = f"stopping after {name} took longer than {self.stop_grace_s:g} s"
             self.leave_by = _earlier(self.leave_by, now + self.stop_grace_s)
+            self.answer = f"{name}: stopping, for {self.leave_by - now:.3g} s at most; once more leaves by force"
             return Order.STOP_NOW
         if now - self._since < REPEAT_S:
             return None
@@ -108,6 +116,7 @@ class RankPolicy:
         self.exit_code = 1
         self.leave_by: float | None = None
         self.reason = ""
+        self.answer = ""
         self._unseen = watches_rank_zero
         """Rank 0 has not shown itself yet: while it starts, its signals and errors end it at once."""
         self._done = False

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,15 @@ def _is_python(pid: int) -> bool:
         return False
 
 
+_asked_early: list[int] = []
+"""Graceful signals that came before there was a `RankZeroExit`."""
+
+
+def keep_graceful_stop() -> None:
+    """SIGUSR1, which would end this process, is kept for the `RankZeroExit` to come. Main thread, on rank 0."""
+    signal.signal(GRACEFUL_SIGNAL, lambda signum, _frame: _asked_early.append(signum))
+
+
 class RankZeroExit:
     """Rank 0's part: `with RankZeroExit(grace_s) as exit:` around the driver, inside its event loop.
 
@@ -55,12 +64,21 @@ class RankZeroExit:
     A stop that was ordered stays bounded after the block, until the process is gone.
     """
 
-    def __init__(self, stop_grace_s: float, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        stop_grace_s: float,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        tell: Callable[[str], None] = lambda answer: None,
+    ) -> None:
+        """`tell` gets one line for the person who asked for a stop, from a thread, while the block lasts; it must not
+        wait."""
         self._policy = RankZeroPolicy(stop_grace_s)
         self._world_size = int(environ.get("WORLD_SIZE", "1"))
         self._beacon_name = beacon_name(environ)
         self._beacon: socket.socket | None = None
-        self._watch = ExitWatch(self._policy, "rank 0", _handled(environ, (*STOP_SIGNALS, GRACEFUL_SIGNAL)))
+        handled = _handled(environ, (*STOP_SIGNALS, GRACEFUL_SIGNAL))
+        self._watch = ExitWatch(self._policy, "rank 0", handled, tell=tell)
         self.stop = self._policy.stop
         """Set by SIGUSR1; anything else that wants a graceful end may set it too."""
 
@@ -75,6 +93,8 @@ class RankZeroExit:
         return self._policy.exit_code if self._policy.stopped_by is not None else None
 
     def __enter__(self) -> Self:
+        if _asked_early:
+            self.stop.request()
         if self._world_size > 1:
             self._beacon = light_beacon(self._beacon_name, self._world_size)
         self._watch.arm()

@@ -27,9 +27,16 @@ class ExitWatch:
     """The thread that receives signals, watches rank 0, keeps the deadline, and leaves by force."""
 
     def __init__(
-        self, policy: Policy, who: str, signals: tuple[signal.Signals, ...], beacon: str | None = None
+        self,
+        policy: Policy,
+        who: str,
+        signals: tuple[signal.Signals, ...],
+        beacon: str | None = None,
+        tell: Callable[[str], None] = lambda answer: None,
     ) -> None:
+        """`tell` gets the policy's answer to a signal, in the watch's thread, until `disarm`; it must not wait."""
         self.policy = policy
+        self._tell = tell
         self.orders, self._ordered = socket.socketpair()
         """Readable once the event loop is to stop. (A socket: the thread must not wait for a blocked loop.)"""
         self._who = who
@@ -58,6 +65,7 @@ class ExitWatch:
         not let it; from there the kernel keeps the deadline.
         """
         signal.set_wakeup_fd(self._previous_wakeup, warn_on_full_buffer=self._previous_wakeup < 0)
+        self._tell = lambda answer: None
         for signum, handler in self._handlers.items():
             signal.signal(signum, self._forward if keep_deadline else handler)
         if keep_deadline:
@@ -118,8 +126,10 @@ class ExitWatch:
     def _obey(self, order: Order | None) -> None:
         if order is Order.LEAVE:
             self._leave()
-        elif order is Order.STOP_NOW:
-            self._ordered.send(b"\0")
+        elif order is not None:
+            self._tell(self.policy.answer)
+            if order is Order.STOP_NOW:
+                self._ordered.send(b"\0")
 
     def _leave(self) -> None:
         now = time.monotonic()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
 from rich.console import Console, RenderableType
@@ -68,12 +69,12 @@ def _news() -> tuple[Wait, ...]:
 class _Drawn(ABC):
     """State and drawing thread that both displays share; a subclass says what to draw."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path | None) -> None:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         now = time.monotonic()
-        self._state = DisplayState(started=now, phase_since=now)
+        self._state = DisplayState(started=now, phase_since=now, run_dir="" if run_dir is None else str(run_dir))
 
     def start(self, total_steps: int | None) -> None:
         with self._lock:
@@ -81,6 +82,8 @@ class _Drawn(ABC):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="asyncrl-display", daemon=True)
             self._thread.start()
+            if self._state.run_dir:
+                self.note(f"run directory: {self._state.run_dir}")
 
     def phase(self, name: str) -> None:
         with self._lock:
@@ -102,6 +105,9 @@ class _Drawn(ABC):
             self._thread.join(2.0)  # longer only where the terminal itself is stopped: then leave it
 
     @abstractmethod
+    def note(self, text: str) -> None: ...
+
+    @abstractmethod
     def _run(self) -> None:
         """The thread: draws until `_stopped` is set."""
 
@@ -109,8 +115,8 @@ class _Drawn(ABC):
 class PlainDisplay(_Drawn):
     """One line per step, per change of phase before the first step, and per long silence."""
 
-    def __init__(self, stream: TextIO, quiet_s: float = _QUIET_S) -> None:
-        super().__init__()
+    def __init__(self, stream: TextIO, quiet_s: float = _QUIET_S, run_dir: Path | None = None) -> None:
+        super().__init__(run_dir)
         self._writer = TerminalWriter(lambda: stream)
         self._quiet_s = quiet_s
         self._said = time.monotonic()
@@ -186,8 +192,8 @@ class LiveDisplay(_Drawn):
     Only the display's thread touches the terminal: rich lets two threads that print tear a table whose height changes.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
+    def __init__(self, stream: TextIO, run_dir: Path | None = None) -> None:
+        super().__init__(run_dir)
         self._console = Console(file=stream, force_terminal=True)
         self._lines: deque[str] = deque(maxlen=_PENDING_LINES)
         self._redirected: dict[str, tuple[TextIO, _LinesAbove]] = {}
@@ -242,9 +248,14 @@ class LiveDisplay(_Drawn):
         live.refresh()
 
 
-def make_display(mode: Literal["auto", "live", "plain"], stream: TextIO | None = None) -> Display:
-    """The display for `mode`; auto is live where `stream` (default: stdout) is a terminal that can move its cursor."""
+def make_display(
+    mode: Literal["auto", "live", "plain"], stream: TextIO | None = None, run_dir: Path | None = None
+) -> Display:
+    """The display for `mode`; auto is live where `stream` (default: stdout) is a terminal that can move its cursor.
+
+    `run_dir` is named first, and stays in the title of the table.
+    """
     stream = stream or sys.stdout
     if mode == "auto":
         mode = "live" if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "") else "plain"
-    return LiveDisplay(stream) if mode == "live" else PlainDisplay(stream)
+    return LiveDisplay(stream, run_dir) if mode == "live" else PlainDisplay(stream, run_dir=run_dir)

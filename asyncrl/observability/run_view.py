@@ -80,6 +80,7 @@ class DisplayState:
 
     started: float
     """Monotonic time."""
+    run_dir: str = ""
     total_steps: int | None = None
     phase: str = "startup"
     phase_since: float = 0.0
@@ -194,4 +195,5 @@ def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> Renderab
         table.add_row("" if i else "waiting for", Text(wait.describe(now), style="yellow"))
     if len(shown) > _SHOWN_WAITS:
         table.add_row("", Text(f"and {len(shown) - _SHOWN_WAITS} more", style="dim"))
-    return Panel(table, title="asyncrl", title_align="left", border_style="bright_black")
+    title = Text(f"asyncrl  {state.run_dir}".strip())
+    return Panel(table, title=title, title_align="left", border_style="bright_black")

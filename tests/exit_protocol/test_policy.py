@@ -36,10 +36,14 @@ def test_an_echo_is_no_second_signal() -> None:
 
 def test_a_graceful_stop_only_asks() -> None:
     policy = RankZeroPolicy(12.0)
-    assert policy.on_signal(USR1, 0.0) is None
+    assert policy.on_signal(USR1, 0.0) is Order.FINISH
+    assert policy.answer == "asked to stop: the step in progress is the last"
+    assert policy.on_signal(USR1, 0.0) is None  # is told once
     assert policy.stop.requested
     assert (policy.stopped_by, policy.leave_by) == (None, None)
     assert policy.on_signal(TERM, 0.1) is Order.STOP_NOW  # and is no first signal
+    assert policy.answer.startswith("SIGTERM: stopping, for ") and "once more leaves by force" in policy.answer
+    assert policy.on_signal(USR1, 0.2) is None  # too late
 
 
 def rank_policy() -> RankPolicy:

@@ -116,6 +116,17 @@ def test_engines_that_do_not_serve_are_seen_until_all_do() -> None:
     assert "engines" not in shown(DisplayState(started=0.0))
 
 
+def test_the_run_directory_is_named_first_and_once() -> None:
+    stream = io.StringIO()
+    display = make_display("plain", stream, Path("runs/demo-2"))
+    for total in (None, 60):
+        display.start(total)
+    display.note("next")
+    display.stop()
+    assert stream.getvalue().splitlines() == ["run directory: runs/demo-2", "next"]
+    assert "asyncrl  runs/demo-2" in shown(DisplayState(started=0.0, run_dir="runs/demo-2")).splitlines()[0]
+
+
 def test_nothing_that_is_not_finite_breaks_a_display() -> None:
     nan = float("nan")
     report = a_step(1, reward_mean=nan, loss=float("inf"), tokens_per_s=nan, seconds=nan)
