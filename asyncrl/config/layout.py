@@ -9,12 +9,14 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.root import Config
+from asyncrl.errors import EngineError
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
@@ -60,6 +62,8 @@ class ProcessLayout:
     """Trainer ranks that share one copy of the model."""
     engines: tuple[EnginePlacement, ...]
     unused_gpus: tuple[int, ...]
+    gpu_names: tuple[str, ...] = ()
+    """Per visible GPU, its name for CUDA_VISIBLE_DEVICES."""
 
     @property
     def colocated(self) -> bool:
@@ -105,8 +109,33 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
         tensor_parallel=config.train.tensor_parallel,
         engines=engines,
         unused_gpus=tuple(i for i in range(len(machine.gpus)) if i not in used),
+        gpu_names=machine.gpus,
     )
     return layout, []
+
+
+def place_another(config: Config, layout: ProcessLayout, engine_id: str, taken: Collection[int]) -> EnginePlacement:
+    """Where one more engine of the trained model goes while the job runs: on CPU, or on GPUs that nobody uses.
+
+    `taken` are the GPUs of engines so far. Raises EngineError where none are left.
+    """
+    size = config.engine.tensor_parallel
+    if layout.device == "cpu":
+        return _on_cpu(config, engine_id)
+    free = [gpu for gpu in layout.unused_gpus if gpu not in taken]
+    if layout.colocated or len(free) < size:
+        left = f"GPUs {free} are left" if free else "no GPU is left"
+        reason = "the others share GPUs with the trainer and get weights in place" if layout.colocated else left
+        raise EngineError(f"{engine_id} needs {size} GPU(s) of its own: {reason} (those that were stopped keep theirs)")
+    gpus = tuple(free[:size])
+    return EnginePlacement(
+        engine_id=engine_id,
+        tensor_parallel=size,
+        gpus=gpus,
+        visible_devices=",".join(layout.gpu_names[gpu] for gpu in gpus),
+        colocated=False,
+        transport=_gpu_transport(config, colocated=False),
+    )
 
 
 _DEVICE_MISMATCH: dict[Device, str] = {
@@ -148,17 +177,17 @@ def _engines_on_cpu(config: Config, problems: list[Problem]) -> tuple[EnginePlac
         problems.append(
             Problem("engine.gpus", f"{list(config.engine.gpus)}, but this job sees no GPU; leave it out to run on CPU")
         )
-    transport: Transport = "broadcast" if config.weights.transport == "auto" else config.weights.transport
-    return tuple(
-        EnginePlacement(
-            engine_id=f"engine-{i}",
-            tensor_parallel=config.engine.tensor_parallel,
-            gpus=(),
-            visible_devices="",
-            colocated=False,
-            transport=transport,
-        )
-        for i in range(config.engine.num_engines or 1)
+    return tuple(_on_cpu(config, f"engine-{i}") for i in range(config.engine.num_engines or 1))
+
+
+def _on_cpu(config: Config, engine_id: str) -> EnginePlacement:
+    return EnginePlacement(
+        engine_id=engine_id,
+        tensor_parallel=config.engine.tensor_parallel,
+        gpus=(),
+        visible_devices="",
+        colocated=False,
+        transport="broadcast" if config.weights.transport == "auto" else config.weights.transport,
     )
 
 

@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -18,27 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import aiohttp
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
-from asyncrl.config.layout import EnginePlacement, ProcessLayout
+from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import EngineState, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
+from asyncrl.inference.building import Builder, ServedModel
+from asyncrl.inference.capacity import Capacity
 from asyncrl.inference.catch_up import CatchUp
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import CheckAction, new_session
+from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.launch import engine_argv, engine_environment, router_argv
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.memory import Memory
-from asyncrl.inference.ports import PortAllocator
-from asyncrl.inference.router import RouterClient
 from asyncrl.inference.routing import Routing
-from asyncrl.inference.scratch import Scratch
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums, abbreviate, differing
 from asyncrl.observability.events import EventLog
@@ -73,6 +68,7 @@ class _Parts:
 
     actor: EngineGroup
     updates: WeightUpdates
+    capacity: Capacity
 
 
 class InferenceController:
@@ -93,12 +89,9 @@ class InferenceController:
         self._events = events
         self._layout = layout
         self._model_path = model_path
-        self._logs = run_dir / "logs"
-        self._ports = PortAllocator()
-        self._scratch = Scratch(run_dir)
+        self._builder = Builder(config, layout, run_dir=run_dir, events=events)
         self._memory = Memory(layout.device)
         self._references: dict[str, Checksums] = {}
-        self._session: aiohttp.ClientSession | None = None
         self._parts: _Parts | None = None
 
     # start and end
@@ -108,25 +101,19 @@ class InferenceController:
 
         Raises ConfigError for a port that is taken.
         """
-        config, address = self._config, self._config.run.host
-        self._logs.mkdir(parents=True, exist_ok=True)
-        port = config.router.port
-        router_port = self._ports.single() if port is None else self._ports.given(port, "router.port")
-        self._scratch.create()
-        self._session = new_session()
-        router = RouterClient(f"http://{address}:{router_port}", self._session)
-        self._parts = _Parts(*self._build_actor(task_group, router, router_port))
-        self._parts.actor.start_router()
+        self._builder.open()
+        model = ServedModel(self._model_path, self._config.engine, self._config.model.context_length)
+        routing, spec = self._builder.router(ROUTER, self._config.router.port)
+        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model)
+        parts.actor.start_router()
         for placement in self._layout.engines:
-            self._start_engine(placement)
+            parts.actor.start_engine(*self._builder.engine(placement, model))
 
     def _build_actor(
-        self, task_group: TaskGroup, router: RouterClient, router_port: int
-    ) -> tuple[EngineGroup, WeightUpdates]:
+        self, task_group: TaskGroup, routing: Routing, router_spec: ProcessSpec, model: ServedModel
+    ) -> _Parts:
         """The group of the model that is trained, and its weight updates. (They know each other.)"""
-        config, routing = self._config, Routing(router)
-        argv = router_argv(config.router, host=config.run.host, port=router_port, prometheus_port=self._ports.single())
-        spec = ProcessSpec(name=ROUTER, argv=argv, env={}, log_path=str(self._logs / f"{ROUTER}.log"))
+        config = self._config
 
         async def catch_up(engine: ManagedEngine) -> None:
             await follower.keep(engine)
@@ -136,7 +123,7 @@ class InferenceController:
             config,
             host=self._host,
             routing=routing,
-            router_spec=spec,
+            router_spec=router_spec,
             events=self._events,
             task_group=task_group,
             catch_up=catch_up,
@@ -152,41 +139,14 @@ class InferenceController:
         follower = CatchUp(
             updates, verify=config.weights.verify != "never", quarantine=group.quarantine, events=self._events
         )
-        return group, updates
-
-    def _start_engine(self, placement: EnginePlacement) -> None:
-        config, session = self._config, self._session
-        assert session is not None
-        engine = ManagedEngine(
-            placement,
-            self._ports.engine(),
-            host_address=config.run.host,
-            log_path=self._logs / f"{placement.engine_id}.log",
-            session=session,
+        capacity = Capacity(
+            group,
+            config,
+            self._layout,
+            build=lambda placement: self._builder.engine(placement, model),
             events=self._events,
         )
-        self._started.actor.start_engine(engine, self._engine_spec(engine))
-
-    def _engine_spec(self, engine: ManagedEngine) -> ProcessSpec:
-        config, device = self._config, self._layout.device
-        cores = config.engine.cpus or tuple(sorted(os.sched_getaffinity(0)))
-        argv = engine_argv(
-            config.engine,
-            engine.placement,
-            engine.ports,
-            model_path=self._model_path,
-            host=config.run.host,
-            device=device,
-            dtype=self._layout.dtype,
-            context_length=config.model.context_length,
-        )
-        return ProcessSpec(
-            name=engine.engine_id,
-            argv=argv,
-            env=engine_environment(engine.placement, device=device, cores=cores, scratch=self._scratch.path),
-            log_path=str(engine.log_path),
-            cpus=config.engine.cpus,
-        )
+        return _Parts(group, updates, capacity)
 
     async def wait_ready(self) -> None:
         """Returns when the router answers and every engine has generated; raises EngineError as soon as one cannot.
@@ -199,10 +159,7 @@ class InferenceController:
         """Ends router and engines and frees their ports. May be called at any time, and again."""
         with anyio.CancelScope(shield=True):
             async with AsyncExitStack() as ends:  # each of them, whatever another raises
-                ends.push_async_callback(anyio.to_thread.run_sync, self._scratch.remove)
-                ends.callback(self._ports.close)
-                if self._session is not None:
-                    ends.push_async_callback(self._session.close)
+                ends.push_async_callback(self._builder.close)
                 if self._parts is not None:
                     self._parts.updates.close()
                     ends.push_async_callback(self._parts.actor.stop)
@@ -310,6 +267,24 @@ class InferenceController:
         if action == "compare":
             self._compare(results)
         return results if action == "checksum" else {}
+
+    # capacity
+
+    def start_cell(self, engine_id: str) -> None:
+        """Starts an engine that was stopped or given up, or a new one (`engine-<n>`, next in order).
+
+        It catches up with the published weights as any late joiner does; `recover_updatable_engines` waits for it.
+        Raises EngineError where it runs already, or where no GPU is left for it.
+        """
+        self._started.capacity.start(engine_id)
+
+    async def stop_cell(self, engine_id: str, *, force: bool = False) -> None:
+        """Takes an engine out of service: no new request reaches it, those that it has finish, then it ends.
+
+        Bounded by `engine.drain_timeout_s`, and where it is taking weights by the end of that. Raises EngineError for
+        the last engine that serves, unless `force`.
+        """
+        await self._started.capacity.stop(engine_id, force=force)
 
     # memory
 

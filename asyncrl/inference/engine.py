@@ -1,4 +1,4 @@
-"""One engine as the controller keeps it: its place, its process, its state.
+"""One engine as the controller keeps it: its address, its life, its state.
 
 Invariants
 - `state` changes only through `move`, which checks the life cycle and writes the event.
@@ -15,13 +15,11 @@ from pathlib import Path
 import aiohttp
 import anyio
 
-from asyncrl.config.layout import EnginePlacement
 from asyncrl.data.fleet import EngineEndpoint, EngineState, EngineStatus
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine_api import EngineClient, EngineRequestError
 from asyncrl.inference.events import EngineStateChanged
 from asyncrl.inference.lifecycle import transition
-from asyncrl.inference.ports import EnginePorts
 from asyncrl.inference.verify import Checksums
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
@@ -36,17 +34,12 @@ class ManagedEngine:
 
     def __init__(
         self,
-        placement: EnginePlacement,
-        ports: EnginePorts,
+        endpoint: EngineEndpoint,
         *,
-        host_address: str,
-        log_path: Path,
         session: aiohttp.ClientSession,
         events: EventLog,
     ) -> None:
-        self.placement = placement
-        self.ports = ports
-        self.log_path = log_path
+        self.endpoint = endpoint
         self.state = EngineState.STARTING
         self.moves = 0
         """Changes of state so far: two equal values mean that nothing happened in between."""
@@ -64,20 +57,12 @@ class ManagedEngine:
         """Why it is DEAD or QUARANTINED."""
         self.on_change: Callable[[], None] | None = None
         """Hears of every change of state, and when the router has come to know the engine."""
-        self.endpoint = EngineEndpoint(
-            engine_id=placement.engine_id,
-            generation=0,
-            url=f"http://{host_address}:{ports.http}",
-            tensor_parallel=placement.tensor_parallel,
-            gpus=placement.gpus,
-            colocated=placement.colocated,
-        )
-        self.client = EngineClient(placement.engine_id, self.endpoint.url, session)
+        self.client = EngineClient(endpoint.engine_id, endpoint.url, session)
         self._events = events
 
     @property
     def engine_id(self) -> str:
-        return self.placement.engine_id
+        return self.endpoint.engine_id
 
     @property
     def status(self) -> EngineStatus:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Hashable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 """An engine holds nothing that needs an orderly end; by itself it takes 6 s."""
 TAIL_LINES = 20
+HEAD_START_S = 0.1
+"""For the router to forget an engine before it is killed: 2 to 70 ms measured."""
 
 
 class EngineKeeper:
@@ -74,6 +77,8 @@ class EngineKeeper:
         self._on_ready = on_ready
         self._catch_up = catch_up
         self._unwanted = anyio.Event()
+        self._running = False
+        self._returned = anyio.Event()
 
     @property
     def wanted(self) -> bool:
@@ -81,11 +86,22 @@ class EngineKeeper:
         return not self._unwanted.is_set()
 
     async def run(self) -> None:
+        if not self.wanted:
+            return
+        self._running = True
+        try:
+            await self._run()
+        finally:
+            self._returned.set()
+
+    async def _run(self) -> None:
         history = RestartHistory()
         while True:
             exited = await self._live()
             unlink(self.engine.shared_memory)
             if not self.wanted:
+                if self.engine.state is EngineState.DRAINING and not exited.requested:
+                    self.engine.move(EngineState.DEAD, f"its process ended while draining ({exited.returncode})")
                 return
             await self._account(exited)
             failure = self.engine.failure or EngineError(f"{self.engine.engine_id} ended")
@@ -112,6 +128,13 @@ class EngineKeeper:
             self.restarts += 1
             self.engine.renew()
 
+    async def retire(self) -> None:
+        """No new request reaches the engine; one that serves is DRAINING from now on, and its end is no failure."""
+        self._unwanted.set()
+        if self.engine.state is EngineState.SERVING:
+            self.engine.move(EngineState.DRAINING)
+        await self._routing.remove(self.engine)
+
     async def stop(self) -> None:
         """Ends the engine for good; it is STOPPED afterwards. May be called at any time, and again."""
         self._unwanted.set()
@@ -119,6 +142,8 @@ class EngineKeeper:
         # Refused only where there is nothing to end: never spawned, or the host is gone and the process with it.
         with contextlib.suppress(EngineError):
             await self._host.stop(self.engine.engine_id, GRACE_S)
+        if self._running:
+            await self._returned.wait()  # nothing of it meddles with the process that may follow
         if self.engine.state is not EngineState.STOPPED:
             self.engine.move(EngineState.STOPPED)
 
@@ -130,13 +155,18 @@ class EngineKeeper:
         engine.failure = EngineError(f"{engine.engine_id} was taken out of service: {reason}")
         engine.move(EngineState.QUARANTINED, reason)
         with anyio.CancelScope(shield=True):
-            await self._routing.remove(engine)
-            with contextlib.suppress(EngineError):  # the host is gone, and every process with it
-                await self._host.kill(engine.engine_id)
+            async with anyio.create_task_group() as task_group:
+                task_group.start_soon(self._routing.remove, engine)
+                # Its requests end with it and are sent elsewhere: a router that is slow to forget must not delay that.
+                await anyio.sleep(HEAD_START_S)
+                with contextlib.suppress(EngineError):  # the host is gone, and every process with it
+                    await self._host.kill(engine.engine_id)
 
     async def _live(self) -> ProcessExit:
         """One process from its spawn to its end."""
         pid = await self._host.spawn(self._spec)
+        if not self.wanted:  # it was stopped before there was a process to end
+            return await self._host.kill(self.engine.engine_id)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve, pid)
             exited = await self._host.wait(self.engine.engine_id)
@@ -150,7 +180,7 @@ class EngineKeeper:
             await engine.wait_first_generation(self._start_timeout_s)
         except EngineError as error:
             tail = indent(await self._host.tail(engine.engine_id, TAIL_LINES))
-            await self.quarantine(f"{error}. Last lines of {engine.log_path}:\n{tail}")
+            await self.quarantine(f"{error}. Last lines of {self._spec.log_path}:\n{tail}")
             return
         engine.shared_memory = await anyio.to_thread.run_sync(mapped_files, pid)
         working = await anyio.to_thread.run_sync(working_processes, pid)
@@ -166,7 +196,7 @@ class EngineKeeper:
         ended = await first_end(working)
         if self.wanted:
             tail = indent(await self._host.tail(self.engine.engine_id, TAIL_LINES))
-            await self.quarantine(f"its process {ended} ended. Last lines of {self.engine.log_path}:\n{tail}")
+            await self.quarantine(f"its process {ended} ended. Last lines of {self._spec.log_path}:\n{tail}")
 
     async def _watch_health(self) -> None:
         await watch_health(
@@ -187,7 +217,7 @@ class EngineKeeper:
         if engine.state is EngineState.QUARANTINED:
             return
         when = "before its first generation" if engine.state is EngineState.STARTING else f"while {engine.state}"
-        engine.failure = EngineError(describe_exit(engine.engine_id, exited, engine.log_path, when))
+        engine.failure = EngineError(describe_exit(engine.engine_id, exited, Path(self._spec.log_path), when))
         engine.move(EngineState.DEAD, f"its process ended ({exited.returncode})")
         await self._routing.remove(engine)
         self._events.emit(

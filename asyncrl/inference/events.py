@@ -67,6 +67,18 @@ class EngineCaughtUp(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStopped(Event):
+    """An engine was taken out of service because it was asked for."""
+
+    kind: ClassVar[str] = "engine_stopped"
+    engine: str
+    seconds: float
+    """From the request to its end."""
+    drained: bool
+    """Whether it finished the requests that it had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRestarted(Event):
     """A new router answers and knows the engines of the old one."""
 

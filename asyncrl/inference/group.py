@@ -17,12 +17,12 @@ import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
-from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_keeper import EngineKeeper
 from asyncrl.inference.events import FleetReady
+from asyncrl.inference.keeper import Keeper
 from asyncrl.inference.lifecycle import ROUTABLE, UPDATABLE
 from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.router_keeper import RouterKeeper
@@ -65,7 +65,8 @@ class EngineGroup:
         self._task_group = task_group
         self._catch_up = catch_up
         self._policy = RestartPolicy(config.engine.max_restarts, config.engine.restart_window_s)
-        self._keepers: dict[str, EngineKeeper] = {}
+        self._keepers: dict[str, Keeper] = {}
+        self._specs: dict[str, ProcessSpec] = {}
         self._router = RouterKeeper(
             routing,
             router_spec,
@@ -76,7 +77,11 @@ class EngineGroup:
             start_timeout_s=config.router.start_timeout_s,
             events=events,
             on_answer=self._notify,
+            quarantine=self.quarantine,
         )
+        self._health_paused = False
+        self._earlier_restarts = 0
+        """Of keepers that others have taken over from."""
         self._given_up: set[str] = set()
         self._failure: EngineError | None = None
         self._stopping = False
@@ -89,15 +94,22 @@ class EngineGroup:
         self._task_group.start_soon(self._watched, self._router.run, name=f"keep the router of {self.name}")
 
     def start_engine(self, engine: ManagedEngine, spec: ProcessSpec) -> None:
-        """Starts a new engine, or one that was stopped, and keeps it running."""
-        if engine.state is EngineState.STOPPED:
-            engine.renew()
-        if engine not in self.engines:
-            self.engines.append(engine)
-            engine.on_change = self._notify
+        """Starts a new engine and keeps it running."""
+        self.engines.append(engine)
+        engine.on_change = self._notify
+        self._specs[engine.engine_id] = spec
+        self._start_keeper(engine)
+
+    def start_again(self, engine: ManagedEngine) -> None:
+        """Starts an engine that was stopped or given up."""
+        self._earlier_restarts += self._keepers[engine.engine_id].restarts
+        engine.renew()
+        self._start_keeper(engine)
+
+    def _start_keeper(self, engine: ManagedEngine) -> None:
         keeper = self._keepers[engine.engine_id] = EngineKeeper(
             engine,
-            spec,
+            self._specs[engine.engine_id],
             host=self._host,
             routing=self.routing,
             policy=self._policy,
@@ -107,13 +119,18 @@ class EngineGroup:
             on_ready=self._engine_generated,
             catch_up=self._catch_up,
         )
+        keeper.health_paused = self._health_paused
         self._given_up.discard(engine.engine_id)
         self._task_group.start_soon(self._watched, self._keep, keeper, name=f"keep {engine.engine_id}")
 
     async def stop_engine(self, engine: ManagedEngine) -> None:
-        """Ends an engine for good."""
+        """Ends an engine that is to be no part of the group any more."""
         await self._keepers[engine.engine_id].stop()
         unlink(engine.shared_memory)
+
+    async def retire_engine(self, engine: ManagedEngine) -> None:
+        """Takes an engine out of service before it is stopped: no new request reaches it."""
+        await self._keepers[engine.engine_id].retire()
 
     async def quarantine(self, engine: ManagedEngine, reason: str) -> None:
         """Takes an engine that cannot be trusted out of service; it is started again."""
@@ -130,13 +147,18 @@ class EngineGroup:
 
     def pause_health(self, paused: bool) -> None:
         """Probes are made only while not `paused`."""
+        self._health_paused = paused
         for keeper in self._keepers.values():
             keeper.health_paused = paused
 
     @property
     def restarts(self) -> int:
         """Of engines and router, so far."""
-        return self._router.restarts + sum(keeper.restarts for keeper in self._keepers.values())
+        return self._router.restarts + self._earlier_restarts + sum(k.restarts for k in self._keepers.values())
+
+    def is_wanted(self, engine: ManagedEngine) -> bool:
+        """Whether the engine is to run, and was not given up."""
+        return self._keepers[engine.engine_id] in self._expected()
 
     # waiting for it
 
@@ -153,12 +175,13 @@ class EngineGroup:
 
     async def wait_serving(self, purpose: str) -> None:
         """Returns when some engine serves; waits for engines that are being brought back."""
-        await self._wait(lambda: any(_serves(engine) for engine in self.engines), purpose)
+        await self._wait(lambda: self._some_run(purpose) and any(map(serves, self.engines)), purpose)
 
     async def wait_updatable(self, number: int, purpose: str) -> None:
         """Returns when `number` engines (or all that are wanted, if fewer) can take weights."""
 
         def enough() -> bool:
+            self._some_run(purpose)
             able = sum(engine.state in UPDATABLE for engine in self.engines)
             return able > 0 and able >= min(number, len(self._expected()))
 
@@ -166,14 +189,24 @@ class EngineGroup:
 
     async def wait_recovered(self) -> None:
         """Returns when every engine that is wanted serves."""
-        await self._wait(lambda: all(_serves(keeper.engine) for keeper in self._expected()), "recovery")
+        await self._wait(lambda: all(serves(keeper.engine) for keeper in self._expected()), "recovery")
+
+    async def wait_until(self, satisfied: Callable[[], bool]) -> None:
+        """Looks again at each change of state of an engine; whoever waits has a deadline of its own."""
+        while not satisfied():
+            await self._changed.wait()
 
     def states(self) -> str:
         """`engine-0 is dead (why); engine-1 is starting`."""
         told = (f"{e.engine_id} is {e.state}" + ("" if e.failure is None else f" ({e.failure})") for e in self.engines)
         return "; ".join(told)
 
-    def _expected(self) -> list[EngineKeeper]:
+    def _some_run(self, purpose: str) -> bool:
+        if not self._expected():
+            raise EngineError(f"no engine runs for {purpose}: {self.states()}; start one with start_cell")
+        return True
+
+    def _expected(self) -> list[Keeper]:
         return [k for k in self._keepers.values() if k.wanted and k.engine.engine_id not in self._given_up]
 
     async def _wait(self, satisfied: Callable[[], bool], purpose: str) -> None:
@@ -194,7 +227,7 @@ class EngineGroup:
 
     # failures
 
-    async def _keep(self, keeper: EngineKeeper) -> None:
+    async def _keep(self, keeper: Keeper) -> None:
         try:
             await keeper.run()
         except EngineError as error:
@@ -220,12 +253,13 @@ class EngineGroup:
             raise failure
 
     def _engine_generated(self) -> None:
-        if self.start_s is None and all(keeper.has_generated for keeper in self._keepers.values()):
+        expected = self._expected()
+        if self.start_s is None and all(keeper.has_generated for keeper in expected):
             self.start_s = anyio.current_time() - self._started_at
-            self._events.emit(FleetReady(engines=len(self._keepers), seconds=self.start_s))
+            self._events.emit(FleetReady(engines=len(expected), seconds=self.start_s))
         self._notify()
 
 
-def _serves(engine: ManagedEngine) -> bool:
+def serves(engine: ManagedEngine) -> bool:
     """Whether requests that the router takes now will be answered, if only after a pause."""
     return engine.routed and engine.state in ROUTABLE

@@ -148,6 +148,9 @@ def router_argv(config: RouterConfig, *, host: str, port: int, prometheus_port: 
         "cb_success_threshold": 1,
         # The client's deadline (rollout.request_timeout_s) ends a request, and the router passes that on.
         "request_timeout_secs": _DAY_S,
+        # An engine is added only when it answers. Were it looked for longer, one that ended meanwhile would be found as
+        # it comes back on its port, without weights.
+        "worker_startup_timeout_secs": 10,
         "worker_startup_check_interval": 1,
         "shutdown_grace_period_secs": 1,
         "log_level": "warn",

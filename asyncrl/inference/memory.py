@@ -73,5 +73,5 @@ async def _each(
 
     async with anyio.create_task_group() as task_group:
         for engine in engines:
-            if engine.placement.colocated and engine.state in states:
+            if engine.endpoint.colocated and engine.state in states:
                 task_group.start_soon(one, engine)

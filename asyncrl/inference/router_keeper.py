@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +50,9 @@ class RouterKeeper:
         start_timeout_s: float,
         events: EventLog,
         on_answer: Callable[[], None],
+        quarantine: Callable[[ManagedEngine, str], Awaitable[None]],
     ) -> None:
-        """`engines`: those that the router may know, read anew at each restart."""
+        """`engines`: those that the router may know, read anew at each start; one that it refuses is quarantined."""
         self.answers = False
         self.restarts = 0
         self._routing = routing
@@ -63,6 +64,7 @@ class RouterKeeper:
         self._start_timeout_s = start_timeout_s
         self._events = events
         self._on_answer = on_answer
+        self._quarantine = quarantine
         self._unwanted = anyio.Event()
         self._ended_at: float | None = None
         self._failure: EngineError | None = None
@@ -119,15 +121,20 @@ class RouterKeeper:
             await self._kill(f"{error}. Last lines of {self._log_path}:\n{tail}")
             return
         self.answers = True
+        refused = await self._routing.restore(self._engines)
+        for engine in self._engines:
+            if engine.engine_id in refused:
+                await self._quarantine(engine, refused[engine.engine_id])
         if self._ended_at is not None:
-            await self._routing.restore(self._engines)
             known = sum(engine.routed for engine in self._engines)
             seconds = anyio.current_time() - self._ended_at
             self._events.emit(RouterRestarted(router=self._spec.name, engines=known, seconds=seconds))
         self._on_answer()
-        await watch_health(
-            self._spec.name, self._health, subject=self._subject, probe=self._probe, convict=self._convict
-        )
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(self._routing.tend, self._engines)
+            await watch_health(
+                self._spec.name, self._health, subject=self._subject, probe=self._probe, convict=self._convict
+            )
 
     async def _probe(self, timeout_s: float) -> None:
         await self._routing.router.workers()

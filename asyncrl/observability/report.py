@@ -64,6 +64,11 @@ def _engine_state(event: Record) -> str:
     return text + (f": {event['reason']}" if event.get("reason") else "")
 
 
+def _engine_stopped(event: Record) -> str:
+    left = "" if event.get("drained", True) else "; requests that it still had were given up"
+    return "stopped on request after {seconds:.1f} s".format_map(_Fields(event)) + left
+
+
 def _transfer_failed(event: Record) -> str:
     engines = event.get("engines") or {}
     lost = "; ".join(f"{name}: {why}" for name, why in engines.items()) if isinstance(engines, Mapping) else engines
@@ -136,6 +141,7 @@ _TIMELINE: Mapping[str, _Wording] = {
     "process_restarting": _Wording("{name}", "restart {restarts} follows in {delay_s:.1f} s: {reason}", fault=True),
     "process_given_up": _Wording("{name}", "given up after {restarts} restarts: {reason}", fault=True),
     "engine_caught_up": _Wording("{engine}", "caught up with weights {version} in {seconds:.1f} s and serves"),
+    "engine_stopped": _Wording("{engine}", _engine_stopped),
     "router_restarted": _Wording("{router}", "answers again after {seconds:.1f} s and knows {engines} engines"),
     "weight_update_aborted": _Wording("weights", "update to {version} given up: {reason}", fault=True),
     "weight_transfer_failed": _Wording("weights", _transfer_failed, fault=True),

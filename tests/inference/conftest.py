@@ -88,6 +88,7 @@ def start_fleet(tmp_path: Path) -> StartFleet:
         tensors: Mapping[str, Tensor] | None = None,
         prepare: Callable[[Fleet], None] | None = None,
         restarts: int = 0,
+        layout: ProcessLayout | None = None,
         **config: dict[str, Any],
     ) -> AsyncIterator[Fleet]:
         scripts = [ScriptedEngine(tensors) for _ in range(engines)]
@@ -98,7 +99,7 @@ def start_fleet(tmp_path: Path) -> StartFleet:
             Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
             host=cast(EngineHost, host),
             events=events,
-            layout=cpu_layout(engines),
+            layout=layout or cpu_layout(engines),
             model_path=tmp_path,
             run_dir=tmp_path,
         )

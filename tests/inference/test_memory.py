@@ -6,13 +6,11 @@ from typing import cast
 
 import pytest
 
-from asyncrl.config.layout import EnginePlacement
-from asyncrl.data.fleet import EngineState
+from asyncrl.data.fleet import EngineEndpoint, EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.inference.memory import Memory
-from asyncrl.inference.ports import EnginePorts
 from asyncrl.observability.events import EventLog
 
 pytestmark = pytest.mark.anyio
@@ -36,19 +34,9 @@ class RecordingClient:
 
 
 def serving_engine(colocated: bool = True) -> tuple[ManagedEngine, RecordingClient]:
-    placement = EnginePlacement(
-        engine_id="engine-0",
-        tensor_parallel=1,
-        gpus=(0,),
-        visible_devices="0",
-        colocated=colocated,
-        transport="tensor",
-    )
+    endpoint = EngineEndpoint("engine-0", 0, "http://127.0.0.1:21000", 1, gpus=(0,), colocated=colocated)
     engine = ManagedEngine(
-        placement,
-        EnginePorts.from_base(21000),
-        host_address="127.0.0.1",
-        log_path=None,  # type: ignore[arg-type]
+        endpoint,
         session=None,  # type: ignore[arg-type]
         events=EventLog(None),
     )
