@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from asyncrl.config.machine import Machine
 from asyncrl.config.named_code import BUILTIN_REWARDS, reasoning_gym_tasks
 from asyncrl.rollout.rewards import builtin
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.parametrize(
@@ -169,3 +172,9 @@ def test_heads_must_divide_among_trainer_ranks(refused):
 def test_problems_of_layout_and_arithmetic_are_listed_together(refused):
     found = refused("--engine.gpus", "0", "--rollout.temperature", "0", "--engine.server-args.nope", "1")
     assert {"engine.gpus", "rollout.temperature", "engine.server_args.nope"} <= set(found)
+
+
+def test_the_readme_explains_every_argument_of_a_builtin_reward():
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", README.read_text(), re.MULTILINE))
+    for name, reward in BUILTIN_REWARDS.items():
+        assert all(re.search(rf"`{argument}\b", rows[name]) for argument in reward.args), name
