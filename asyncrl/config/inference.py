@@ -14,13 +14,13 @@ class EngineConfig(Section):
     """The SGLang engines that generate."""
 
     num_engines: int | None = Field(default=None, ge=1)
-    """Engines to start; None: as many as the free GPUs hold, or one on CPU."""
+    """Engines to start; none: as many as the free GPUs hold, or one on CPU."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of one engine."""
 
     gpus: tuple[int, ...] | None = None
-    """GPUs for the engines, by index among the visible ones; None takes those that no trainer rank uses."""
+    """GPUs for the engines, by index among the visible ones; none takes those that no trainer rank uses."""
 
     colocate: bool = False
     """Put engines on the trainer ranks' GPUs, memory offloaded around training; always so where there is one GPU."""
@@ -34,10 +34,10 @@ class EngineConfig(Section):
     """Where engines run; auto is cuda when the job sees a GPU."""
 
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """Size of the KV pool in tokens; None: 65536 on CPU, the engine's own choice on GPU."""
+    """Size of the KV pool in tokens; none: 65536 on CPU, the engine's own choice on GPU."""
 
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Requests that one engine decodes at once; None: 128 on CPU, the engine's own choice on GPU."""
+    """Requests that one engine decodes at once; none: 128 on CPU, the engine's own choice on GPU."""
 
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Any other SGLang server argument, by its name with underscores (for example {chunked_prefill_size = 2048});
@@ -47,7 +47,7 @@ class EngineConfig(Section):
     """Longest time from spawn to the first real generation."""
 
     cpus: tuple[int, ...] | None = None
-    """CPU cores that the engines are bound to; None does not bind."""
+    """CPU cores that the engines are bound to; none does not bind."""
 
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of one engine (and of the router) within restart_window_s; at the next end it is given up, and with the
@@ -97,7 +97,7 @@ class RouterConfig(Section):
     any."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port on loopback; None picks a free one. A given port that is taken is an error."""
+    """Port on loopback; none picks a free one. A given port that is taken is an error."""
 
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time until the router answers."""
@@ -109,7 +109,7 @@ class RouterConfig(Section):
     """Looks in vain in a row after which an engine gets no requests; it gets some again after one that succeeds."""
 
     breaker_failures: int | None = Field(default=None, ge=1)
-    """Failed requests in a row that open an engine's circuit: it then gets nothing for a minute. None: no circuits.
+    """Failed requests in a row that open an engine's circuit: it then gets nothing for a minute; none: no circuits.
     They punish healthy engines: sglang-router counts 4xx, so that ten over-long prompts each shut the whole fleet; both
     routers count the 503 of a full queue. Dead engines are taken out at once, and hung ones by their health."""
 
@@ -142,7 +142,7 @@ class WeightsConfig(Section):
     while engines are paused."""
 
     directory: Path | None = None
-    """Where that copy and the files of the disk transport lie; None: weights/ in the run directory. On a tmpfs such as
+    """Where that copy and the files of the disk transport lie; none: weights/ in the run directory. On a tmpfs such as
     /dev/shm they stay in memory."""
 
     verify: Literal["first", "always", "never"] = "first"
