@@ -42,11 +42,15 @@ Loop = Callable[[Job], Awaitable[None]]
 
 FINISHED = "finished"
 
+_BY_SIGNAL = 128
+"""Exit codes above it say which signal ended the process."""
+
 
 def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     """Runs `loop` as the driver on rank 0 and serves it on the other ranks; returns the exit code of the process.
 
     `argv` is the command line without the program's name (`@ recipe.toml --section.key value`); None takes sys.argv.
+    A job that a signal stopped does not return: the process ends here, with 128 + n.
     """
     rank_exit = prepare_rank()
     try:
@@ -63,6 +67,11 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
             _tell(error)
     if rank_exit is not None:
         rank_exit.expect_exit(code)
+    elif code > _BY_SIGNAL:
+        # All is disposed of. A thread that imports torch or reads data for the job would be waited for, in vain.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 

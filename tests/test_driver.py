@@ -190,6 +190,13 @@ def signalled(*args, meant={when}, **kwargs):
     assert f"asked: {when.endswith('open')}" in ended.text
 
 
+def test_a_stopped_job_does_not_wait_for_what_a_thread_still_imports(recipe: Path) -> None:
+    loop = f"{STAY}; os.kill(os.getpid(), signal.SIGTERM); await anyio.sleep(60)"
+    ended = run_loop(recipe, loop, "--run.stop-grace-s", "29")
+    assert ended.code == 128 + signal.SIGTERM and ended.seconds < BOUND_S
+    assert ended.text.splitlines()[-1] == "stopped by SIGTERM"
+
+
 def test_a_builder_that_raises_is_one_message(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "broken_model.py").write_text("def build(path): raise TypeError('no such size')\n")
     new = ("--model.path", str(tmp_path / "not-yet"), "--model.builder", "broken_model:build")
