@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,8 @@ from asyncrl.weights.publication import PublicationReport
 PUBLISHED = PublicationReport(
     version="0.1", seconds=1.0, pause_s=0.5, transfer_s=0.5, bytes=1, attempts=1, engines=("engine-0",), failed={}
 )
-BATCH = RolloutMetrics(
-    rollout_id=0,
-    epoch=0,
-    groups=4,
-    samples=32,
-    failed_samples=0,
-    dropped_groups=0,
-    failed_attempts=0,
-    reward_mean=0.5,
-    reward_std=0.1,
-    zero_variance_groups=0,
-    prompt_tokens_mean=5.0,
-    response_tokens_mean=5.0,
-    response_tokens_max=5,
-    truncated_fraction=0.0,
-    logprob_mean=-1.0,
-    off_version_fraction=0.0,
-    response_tokens=160,
-    seconds=1.0,
-    tokens_per_s=160.0,
-)
+NUMBERS: dict[str, Any] = dict.fromkeys((field.name for field in fields(RolloutMetrics)), 0)
+BATCH = RolloutMetrics(**NUMBERS | {"groups": 4, "samples": 32, "reward_mean": 0.5, "failure": ""})
 GRPO = {"train/loss": 0.1, "train/trained_tokens": 160.0, "train/groups_without_signal": 0.0}
 
 
