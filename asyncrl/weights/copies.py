@@ -4,8 +4,9 @@ Invariants
 - A copy appears under its version's name complete or not at all, and is handed on only after that.
 - A copy that cannot be written (a full disk) costs a warning and nothing else: the publication goes on without it.
 - At most `KEPT` copies exist: an engine may still be reading the one before.
-- The files of an older one are written over by the next: memory and blocks for 500 MiB of new files cost 1 s of pause,
-  new numbers in old files 0.07 s (measured, ext4). An engine that still reads there is not let in: it is two behind.
+- The files of an older one are written over by the next: memory and blocks for 500 MiB of new files cost 1 s, new
+  numbers in old files 0.07 s (measured, ext4). New files get theirs before engines are paused. An engine that still
+  reads an old copy is two versions behind, and is not let in.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import shutil
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import structlog
 import torch
@@ -29,9 +31,10 @@ from asyncrl.weights.transfer import Sink, WeightSource
 
 KEPT = 2
 LARGEST_BYTES = 2 << 30
-"""Weights up to this size are kept where nothing else was asked for: writing them for the first time costs up to 4 s of
-pause, later 0.3 s."""
+"""Weights up to this size are kept where nothing else was asked for: writing them costs about 0.3 s of pause,
+and the first three times up to 4 s before it."""
 _FILE = "model.safetensors"
+_RESERVE_BYTES = 4 << 20
 _UNFINISHED = ".next"
 """Directory of the copy that is being written; also where the files of an old one wait for that."""
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -105,9 +108,20 @@ class CopyWriter:
         self.directory = directory
         self.complete = False
         self._specs = tuple(specs)
+        self._header = _header(specs)
         self._written = 0
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._failed = False
+
+    def reserve(self) -> None:
+        """Gives the file its size, before engines stand still for the numbers. Whatever prevents it shows later."""
+        size = len(self._header) + sum(spec.size_bytes for spec in self._specs)
+        with suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with (self.directory / _FILE).open("ab") as file:
+                # Written, not allocated: what takes time are the pages in memory.
+                while (missing := size - file.tell()) > 0:
+                    file.write(bytes(min(missing, _RESERVE_BYTES)))
 
     def start(self) -> None:
         """Begins anew: what an earlier transfer or an older copy left is written over."""
@@ -123,24 +137,17 @@ class CopyWriter:
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        offset, header = 0, {}
-        for spec in self._specs:
-            end = offset + spec.size_bytes
-            dtype = _SAFETENSORS_DTYPES[spec.dtype]
-            header[spec.name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        text += b" " * (-len(text) % 8)
         path = self.directory / _FILE
-        self._file = path.open("r+b" if path.exists() else "wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        # Unbuffered: what a writer that was given up still held would end up in the file of the next.
+        self._file = path.open("r+b" if path.exists() else "wb", buffering=0)
+        _write_all(self._file, self._header)
 
     def _write(self, name: str, tensor: Tensor) -> None:
         assert self._file is not None
         expected = self._specs[self._written].name
         if name != expected:
             raise OSError(f"tensor {name} came where {expected} was expected")
-        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        _write_all(self._file, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._written += 1
 
     def _close(self) -> None:
@@ -164,6 +171,24 @@ class CopyWriter:
                 directory=str(self.directory.parent),
                 reason=str(error),
             )
+
+
+def _write_all(file: FileIO, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    offset, entries = 0, {}
+    for spec in specs:
+        end = offset + spec.size_bytes
+        dtype = _SAFETENSORS_DTYPES[spec.dtype]
+        entries[spec.name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 class CopyingSource:

@@ -162,12 +162,14 @@ async def _transact(
     """One transaction from the lease to its commit."""
     started = anyio.current_time()
     try:
+        writer = None if copies is None or transport.copy is not None else copies.writer(source.tensor_specs)
+        if writer is not None:
+            await anyio.to_thread.run_sync(writer.reserve)
         # Engines are not paused while the trainer is still busy with something else.
         await source.call(_nothing, what="turn for the weight export", timeout_s=timeouts.idle)
         with waiting("pause and update session", "engines", timeouts.begin):
             lease = await fleet.begin_weight_update(version)
         progress = _Progress(lease.engines)
-        writer = None if copies is None or transport.copy is not None else copies.writer(source.tensor_specs)
         try:
             exported = source if writer is None else CopyingSource(source, writer)
             await _transfer(exported, transport, version, attempts, events, progress, timeouts.abandon)

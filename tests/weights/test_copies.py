@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_the_files_of_an_old_copy_become_those_of_the_next(tmp_path: Path) -> No
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("older", [0, 100, 10_000_000])
+def test_a_reserved_file_has_its_whole_size_before_the_first_tensor(tmp_path: Path, older: int) -> None:
+    """`older` bytes lie there already."""
+    copies, tensors = Copies(tmp_path), random_tensors()
+    path = tmp_path / ".next" / "model.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(bytes(older))
+    writer = copies.writer(specs_of(tensors))
+    assert writer is not None
+    writer.reserve()
+    reserved = path.stat().st_size
+    directory = write(copies, "0.1")
+    assert directory is not None
+    assert reserved == max(older, (directory / "model.safetensors").stat().st_size)
+    assert load_file(directory / "model.safetensors").keys() == tensors.keys()
+
+
 def test_a_copy_may_be_shorter_than_the_one_in_whose_files_it_is_written(tmp_path: Path) -> None:
     copies = Copies(tmp_path)
     for version in ("0.1", "0.2", "0.3"):
@@ -76,6 +94,20 @@ def test_a_copy_may_be_shorter_than_the_one_in_whose_files_it_is_written(tmp_pat
     directory = copies.publish(writer, "0.4")
     assert directory is not None
     assert torch.equal(load_file(directory / "model.safetensors")["norm"], few["norm"])
+
+
+def test_a_writer_that_was_given_up_does_not_reach_into_the_next_copy(tmp_path: Path) -> None:
+    copies, others = Copies(tmp_path), random_tensors(seed=1)
+    given_up = copies.writer(specs_of(others))
+    assert given_up is not None
+    given_up.start()
+    given_up.put("layer.0.weight", others["layer.0.weight"])
+    directory = write(copies, "0.1")
+    del given_up
+    gc.collect()
+    assert directory is not None
+    loaded, expected = load_file(directory / "model.safetensors"), random_tensors()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_copy_that_somebody_removed_is_missed_by_nobody(tmp_path: Path) -> None:
@@ -109,6 +141,10 @@ def test_a_copy_that_was_broken_off_does_not_appear(tmp_path: Path) -> None:
 
 def test_a_copy_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
+    writer = Copies(tmp_path / "file" / "weights").writer(specs_of(random_tensors()))
+    assert writer is not None
+    writer.reserve()
+    assert capsys.readouterr().out == ""
     assert write(Copies(tmp_path / "file" / "weights"), "0.1") is None
     assert "no copy of the published weights" in capsys.readouterr().out
 
