@@ -86,13 +86,13 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
     from asyncrl.weights.transports import make_transport
 
     controller = components.inference_controller
-    transports = {engine.transport for engine in job.layout.engines}
+    transports = job.layout.transports
     if len(transports) > 1:
         raise ConfigError(
             "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
             f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
         )
-    copies = make_copies(job.config, engines=len(job.layout.engines))
+    copies = make_copies(job.config, engines=len(job.layout.engines) + len(job.layout.external))
     if copies is not None:
         job.disposal.push_async_callback(anyio.to_thread.run_sync, copies.remove)
     trainer = TrainGroup(
@@ -102,7 +102,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         events=job.events,
         fleet=controller,
         copies=copies,
-        transport=make_transport(job.config, transports.pop(), open_engine=EngineClient.open),
+        transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
     )
     job.disposal.push_async_callback(trainer.dispose)
     return trainer

@@ -14,7 +14,7 @@ class EngineConfig(Section):
     """The SGLang engines that generate."""
 
     num_engines: int | None = Field(default=None, ge=1)
-    """Engines to start; none: as many as the free GPUs hold, or one on CPU."""
+    """Engines to start; none: as many as the free GPUs hold, or one on CPU; none of them beside external ones."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of one engine."""
@@ -29,6 +29,10 @@ class EngineConfig(Section):
     """Where memory peaks while colocated engines make room for the trainer at the start. gpu: they release their KV
     cache only, and their weights stay beside the trainer's. cpu: they release everything, and the weights wait in host
     memory."""
+
+    external: tuple[str, ...] = ()
+    """Engines that somebody else started, as http://host:port: they serve the same model, get weights as the others do,
+    and live on when the job ends. One that goes away is out of service until it answers again."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto is cuda when the job sees a GPU."""
@@ -143,7 +147,7 @@ class WeightsConfig(Section):
 
     directory: Path | None = None
     """Where that copy and the files of the disk transport lie; none: weights/ in the run directory. On a tmpfs such as
-    /dev/shm they stay in memory."""
+    /dev/shm they stay in memory. External engines load a copy only from here: it must be the same path for them."""
 
     verify: Literal["first", "always", "never"] = "first"
     """Check by checksums that tensors arrived and that all engines hold the same: on the first publication, on each,

@@ -51,6 +51,15 @@ class EnginePlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class ExternalEngine:
+    """One engine that somebody else runs."""
+
+    engine_id: str
+    url: str
+    transport: Transport
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessLayout:
     """All processes of a job. Router and engine host run on CPU, on the node of rank 0."""
 
@@ -64,6 +73,12 @@ class ProcessLayout:
     unused_gpus: tuple[int, ...]
     gpu_names: tuple[str, ...] = ()
     """Per visible GPU, its name for CUDA_VISIBLE_DEVICES."""
+    external: tuple[ExternalEngine, ...] = ()
+
+    @property
+    def transports(self) -> frozenset[Transport]:
+        """Every way by which new weights must reach engines."""
+        return frozenset([e.transport for e in self.engines] + [e.transport for e in self.external])
 
     @property
     def colocated(self) -> bool:
@@ -90,7 +105,9 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
     device: Device = "cuda" if machine.gpus else "cpu"
     if config.engine.device not in ("auto", device):
         problems.append(Problem("engine.device", _DEVICE_MISMATCH[device]))
-    engines = _engines_on_gpus(config, machine, problems) if device == "cuda" else _engines_on_cpu(config, problems)
+    engines: tuple[EnginePlacement, ...] = ()
+    if config.engine.num_engines or not config.engine.external:
+        engines = _engines_on_gpus(config, machine, problems) if device == "cuda" else _engines_on_cpu(config, problems)
     if problems:
         return None, problems
     used = {gpu for engine in engines for gpu in engine.gpus} | set(_trainer_gpus(machine))
@@ -110,6 +127,10 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
         engines=engines,
         unused_gpus=tuple(i for i in range(len(machine.gpus)) if i not in used),
         gpu_names=machine.gpus,
+        external=tuple(
+            ExternalEngine(f"external-{i}", url.rstrip("/"), _transport_apart(config))
+            for i, url in enumerate(config.engine.external)
+        ),
     )
     return layout, []
 
@@ -134,7 +155,7 @@ def place_another(config: Config, layout: ProcessLayout, engine_id: str, taken: 
         gpus=gpus,
         visible_devices=",".join(layout.gpu_names[gpu] for gpu in gpus),
         colocated=False,
-        transport=_gpu_transport(config, colocated=False),
+        transport=_transport_apart(config),
     )
 
 
@@ -187,7 +208,7 @@ def _on_cpu(config: Config, engine_id: str) -> EnginePlacement:
         gpus=(),
         visible_devices="",
         colocated=False,
-        transport="broadcast" if config.weights.transport == "auto" else config.weights.transport,
+        transport=_transport_apart(config),
     )
 
 
@@ -290,9 +311,14 @@ def _engine_pool(config: Config, machine: Machine, problems: list[Problem]) -> t
 
 
 def _gpu_transport(config: Config, colocated: bool) -> Transport:
-    if config.weights.transport == "auto":
-        return "tensor" if colocated else "broadcast"
-    return config.weights.transport
+    if config.weights.transport == "auto" and colocated:
+        return "tensor"
+    return _transport_apart(config)
+
+
+def _transport_apart(config: Config) -> Transport:
+    """For an engine that shares no GPU with the trainer."""
+    return "broadcast" if config.weights.transport == "auto" else config.weights.transport
 
 
 def _transport_problems(engines: list[EnginePlacement]) -> list[Problem]:

@@ -44,6 +44,10 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
             f"  {engine.engine_id:<12} {place:<16} tensor parallel {engine.tensor_parallel}, weights by "
             f"{engine.transport}{shared}{cores}"
         )
+    lines.extend(
+        f"  {external.engine_id:<12} {external.url}, not started here, weights by {external.transport}"
+        for external in layout.external
+    )
     if config.reward.workers:
         lines.append(f"  {'rewards':<12} {'CPU':<16} {config.reward.workers} worker(s)")
     if layout.unused_gpus:

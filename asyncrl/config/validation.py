@@ -6,11 +6,11 @@ is the user's own business.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 
 from asyncrl.config.data import DataConfig
 from asyncrl.config.engine_args import server_arg_problems
+from asyncrl.config.external import external_problems, is_loopback
 from asyncrl.config.inputs import ModelFacts
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
@@ -33,6 +33,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *server_arg_problems(config.engine.server_args),
         *router_problems(config.router),
     ]
+        *external_problems(config),
 
 
 def _sampling_problems(config: Config) -> Iterator[Problem]:
@@ -171,7 +172,7 @@ def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Pro
 
 
 def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
-    if not _is_loopback(config.run.host):
+    if not is_loopback(config.run.host):
         yield Problem(
             "run.host",
             f"{config.run.host} is no IPv4 loopback address; the servers of a job take commands from whoever reaches "
@@ -191,10 +192,3 @@ def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
                 f"{list(config.engine.cpus)} cannot be bound to; this job may run on cores "
                 f"{', '.join(map(str, machine.cpus))}",
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.IPv4Address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

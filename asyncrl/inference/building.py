@@ -17,7 +17,7 @@ import anyio.to_thread
 
 from asyncrl.config import Config
 from asyncrl.config.inference import EngineConfig
-from asyncrl.config.layout import EnginePlacement, ProcessLayout
+from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.engine import ManagedEngine
@@ -103,6 +103,13 @@ class Builder:
             cpus=config.engine.cpus,
         )
         return engine, spec
+
+    def external(self, external: ExternalEngine) -> ManagedEngine:
+        """An engine that somebody else runs. What it is, it is asked when it joins."""
+        endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1)
+        engine = ManagedEngine(endpoint, session=self._open_session, events=self._events)
+        engine.reads_copies = self._config.weights.directory is not None
+        return engine
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

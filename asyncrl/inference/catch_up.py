@@ -55,8 +55,9 @@ class CatchUp:
             published = self._updates.published
             if published is None or engine.state is not EngineState.PENDING_WEIGHTS or self._updates.open_lease:
                 return
-            if published.directory is None:
-                _log.warning("waits for the next publication", engine=engine.engine_id, reason="no copy was kept")
+            if published.directory is None or not engine.reads_copies:
+                reason = "no copy was kept" if engine.reads_copies else "it may not see the copy (weights.directory)"
+                _log.warning("waits for the next publication", engine=engine.engine_id, reason=reason)
                 return
             if await self._load(engine, published) and await self._updates.admit(engine, published.version):
                 break

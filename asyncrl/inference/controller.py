@@ -108,6 +108,8 @@ class InferenceController:
         parts.actor.start_router()
         for placement in self._layout.engines:
             parts.actor.start_engine(*self._builder.engine(placement, model))
+        for external in self._layout.external:
+            parts.actor.start_engine(self._builder.external(external), None)
 
     def _build_actor(
         self, task_group: TaskGroup, routing: Routing, router_spec: ProcessSpec, model: ServedModel
@@ -274,6 +276,7 @@ class InferenceController:
         """Starts an engine that was stopped or given up, or a new one (`engine-<n>`, next in order).
 
         It catches up with the published weights as any late joiner does; `recover_updatable_engines` waits for it.
+        An external engine joins again.
         Raises EngineError where it runs already, or where no GPU is left for it.
         """
         self._started.capacity.start(engine_id)

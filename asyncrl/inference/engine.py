@@ -53,6 +53,8 @@ class ManagedEngine:
         """Checksums of the random numbers that stand where the first publication must arrive."""
         self.shared_memory: frozenset[Path] = frozenset()
         """Files in /dev/shm that go with it."""
+        self.reads_copies = True
+        """Whether it can load a copy of the published weights from where the job keeps it."""
         self.failure: EngineError | None = None
         """Why it is DEAD or QUARANTINED."""
         self.on_change: Callable[[], None] | None = None

@@ -52,6 +52,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_version: str
 
 
+class ServerInfo(msgspec.Struct, frozen=True):
+    """GET /server_info, the part that the job reads."""
+
+    tp_size: int
+    dp_size: int = 1
+    pp_size: int = 1
+
+
 class VersionRun(msgspec.Struct, frozen=True):
     """Tokens [start, end) of an answer were made under weights `version`."""
 
@@ -157,6 +165,10 @@ class EngineClient:
 
     async def model_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> ModelInfo:
         return self._decode("/model_info", await self._call("GET", "/model_info", None, timeout_s), ModelInfo)
+
+    async def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> ServerInfo:
+        """What the engine was started as; its scheduler answers."""
+        return self._decode("/server_info", await self._call("GET", "/server_info", None, timeout_s), ServerInfo)
 
     async def set_version(self, version: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stamps every token generated from now on with `version`; running requests go on."""

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.events import EngineExited, ProcessGivenUp, ProcessRestarting
 from asyncrl.inference.exits import describe_exit, indent
 from asyncrl.inference.health import watch_health
+from asyncrl.inference.keeper import CatchUpEngine
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.processes import first_end, working_processes
 from asyncrl.inference.restarts import RestartHistory, RestartPolicy
@@ -59,7 +60,7 @@ class EngineKeeper:
         start_timeout_s: float,
         events: EventLog,
         on_ready: Callable[[], None],
-        catch_up: Callable[[ManagedEngine], Awaitable[None]],
+        catch_up: CatchUpEngine,
     ) -> None:
         """`on_ready` hears of each process that generated; `catch_up` then brings the engine to serve."""
         self.engine = engine

@@ -22,7 +22,8 @@ from asyncrl.host import ProcessSpec
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_keeper import EngineKeeper
 from asyncrl.inference.events import FleetReady
-from asyncrl.inference.keeper import Keeper
+from asyncrl.inference.external_keeper import ExternalKeeper
+from asyncrl.inference.keeper import CatchUpEngine, Keeper
 from asyncrl.inference.lifecycle import ROUTABLE, UPDATABLE
 from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.router_keeper import RouterKeeper
@@ -50,7 +51,7 @@ class EngineGroup:
         router_spec: ProcessSpec,
         events: EventLog,
         task_group: TaskGroup,
-        catch_up: Callable[[ManagedEngine], Awaitable[None]],
+        catch_up: CatchUpEngine,
     ) -> None:
         """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives."""
         self.name = name
@@ -93,11 +94,12 @@ class EngineGroup:
     def start_router(self) -> None:
         self._task_group.start_soon(self._watched, self._router.run, name=f"keep the router of {self.name}")
 
-    def start_engine(self, engine: ManagedEngine, spec: ProcessSpec) -> None:
-        """Starts a new engine and keeps it running."""
+    def start_engine(self, engine: ManagedEngine, spec: ProcessSpec | None) -> None:
+        """Starts a new engine and keeps it running; without `spec`, one that somebody else runs joins."""
         self.engines.append(engine)
         engine.on_change = self._notify
-        self._specs[engine.engine_id] = spec
+        if spec is not None:
+            self._specs[engine.engine_id] = spec
         self._start_keeper(engine)
 
     def start_again(self, engine: ManagedEngine) -> None:
@@ -107,19 +109,23 @@ class EngineGroup:
         self._start_keeper(engine)
 
     def _start_keeper(self, engine: ManagedEngine) -> None:
-        keeper = self._keepers[engine.engine_id] = EngineKeeper(
-            engine,
-            self._specs[engine.engine_id],
-            host=self._host,
-            routing=self.routing,
-            policy=self._policy,
-            health=self._config.health,
-            start_timeout_s=self._config.engine.start_timeout_s,
-            events=self._events,
-            on_ready=self._engine_generated,
-            catch_up=self._catch_up,
-        )
+        spec = self._specs.get(engine.engine_id)
+        common: dict[str, Any] = {
+            "routing": self.routing,
+            "policy": self._policy,
+            "health": self._config.health,
+            "start_timeout_s": self._config.engine.start_timeout_s,
+            "events": self._events,
+            "on_ready": self._engine_generated,
+            "catch_up": self._catch_up,
+        }
+        keeper: Keeper
+        if spec is None:
+            keeper = ExternalKeeper(engine, **common)
+        else:
+            keeper = EngineKeeper(engine, spec, host=self._host, **common)
         keeper.health_paused = self._health_paused
+        self._keepers[engine.engine_id] = keeper
         self._given_up.discard(engine.engine_id)
         self._task_group.start_soon(self._watched, self._keep, keeper, name=f"keep {engine.engine_id}")
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from asyncrl.inference.engine import ManagedEngine
+
+CatchUpEngine = Callable[[ManagedEngine], Coroutine[Any, Any, None]]
+"""Brings an engine that generates to the weights of its group, for as long as it lives; cancelled when it ends."""
 
 
 class Keeper(Protocol):

@@ -25,7 +25,17 @@ def unreceived(before: Checksums, after: Checksums) -> tuple[str, ...]:
 
 
 def disagreement(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...]]:
-    """Engines that differ from the majority (the first of equals) → the tensors in which they do."""
+    """Engines that differ from the majority (the first of equals) → the tensors in which they do.
+
+    Only engines with as many ranks hold the same shards, and are compared.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for ranks in {len(sums) for sums in checksums.values()}:
+        found |= _disagreement_of_peers({engine: sums for engine, sums in checksums.items() if len(sums) == ranks})
+    return found
+
+
+def _disagreement_of_peers(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...]]:
     keys = {engine: tuple(rank.per_gpu_checksum for rank in ranks) for engine, ranks in checksums.items()}
     values = list(keys.values())
     if len(set(values)) <= 1:

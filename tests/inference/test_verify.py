@@ -29,6 +29,12 @@ def test_the_engine_outside_the_majority_is_named_with_its_tensors() -> None:
     assert disagreement(checksums) == {"e0": ("a",)}
 
 
+def test_engines_with_other_numbers_of_ranks_hold_other_shards_and_are_not_compared() -> None:
+    halves, quarters = ranks({"a": "1"}, {"a": "2"}), ranks({"a": "1"}, {"a": "2"}, {"a": "3"}, {"a": "4"})
+    whole, wrong = ranks({"a": "0"}), ranks({"a": "9"})
+    assert disagreement({"e0": halves, "e1": quarters, "e2": whole, "e3": whole, "e4": wrong}) == {"e4": ("a",)}
+
+
 def test_a_missing_tensor_or_rank_is_a_difference() -> None:
     assert differing(ranks({"a": "1", "b": "2"}), ranks({"a": "1"})) == ("b",)
     assert differing(ranks({"a": "1"}), ranks({"a": "1"}, {"a": "1"})) == ("2 ranks instead of 1",)

@@ -50,6 +50,8 @@ class ScriptedEngine(ScriptedServer):
         self.base = dict(default_tensors() if tensors is None else tensors)
         """What it loads at its start; it knows these names only."""
         self.tensor_parallel = tensor_parallel
+        self.data_parallel = 1
+        """What /server_info says; nothing else is different."""
         self.latency = latency
         self.device = device
         self.slots = slots
@@ -176,6 +178,8 @@ class ScriptedEngine(ScriptedServer):
             return answer(
                 model_path=self.initial_model_path,
                 tp_size=self.tensor_parallel,
+                dp_size=self.data_parallel,
+                pp_size=1,
                 max_running_requests=self.slots,
                 version="0.5.23",
                 internal_states=[{}],
