@@ -19,7 +19,7 @@ import anyio.to_thread
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.job import Job
-from asyncrl.phases import evaluate, export, make_room, publish, warm_up
+from asyncrl.phases import evaluate, export, make_room, publish, require_own_engines, warm_up
 
 if TYPE_CHECKING:
     from asyncrl.inference.controller import InferenceController
@@ -116,6 +116,7 @@ __all__ = [
     "evaluate",
     "export",
     "publish",
+    "require_own_engines",
     "run_job",
     "warm_up",
 ]

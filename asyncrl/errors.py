@@ -42,6 +42,10 @@ class RolloutError(AsyncRLError):
     """Rollouts cannot be gathered: too many groups failed, or get and commit were called out of order."""
 
 
+class StalenessError(AsyncRLError):
+    """A token was about to train weights further from those that made it than rollout.max_staleness allows."""
+
+
 class EngineError(AsyncRLError):
     """An inference engine or router failed to start, died, or refused a command."""
 

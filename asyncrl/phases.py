@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.job import Job
 from asyncrl.observability.events import CheckpointWritten
 
@@ -64,6 +64,15 @@ async def make_room(job: Job, controller: InferenceController) -> None:
         await controller.offload()
 
 
+def require_own_engines(job: Job) -> None:
+    """Raises ConfigError where engines share the trainer's GPUs."""
+    if job.layout.colocated:
+        raise ConfigError(
+            "engine.gpus: engines that share the trainer's GPUs cannot generate while it trains; give them GPUs of "
+            "their own, or run entrypoints/train.py"
+        )
+
+
 async def publish(
     job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None = None
 ) -> PublicationReport:
@@ -75,7 +84,8 @@ async def publish(
     if job.layout.colocated:
         await trainer.offload(keep_weights=True)
         await controller.onload_weights()
-    publication = await trainer.update_weights(rollout_id)
+    async with executor.updating():
+        publication = await trainer.update_weights(rollout_id)
     if job.layout.colocated:
         await trainer.offload()
         await controller.onload_kv()

@@ -96,11 +96,15 @@ class Recorder:
         return self._steps
 
     def step(
-        self, step: int, rollout: RolloutMetrics, training: Mapping[str, float], publication: PublicationReport
+        self,
+        step: int,
+        rollout: RolloutMetrics,
+        training: Mapping[str, float],
+        publication: PublicationReport | None,
     ) -> None:
-        """Step number `step` (from 1) is generated, trained and published."""
+        """Step number `step` (from 1) is generated, trained and, unless `publication` is None, published."""
         time = self._timer.finish_step()
-        metrics = {**rollout.as_dict(), **training, **publication.metrics()}
+        metrics = {**rollout.as_dict(), **training, **({} if publication is None else publication.metrics())}
         self._steps = step
         self._rewards.append(rollout.reward_mean)
         if (tokens := training.get("train/trained_tokens")) is not None:
@@ -110,7 +114,9 @@ class Recorder:
         silent = training.get("train/groups_without_signal")
         self._lost.add(rollout, None if silent is None else int(silent))
         self._metrics.write(step, {**metrics, **time.metrics()})
-        self._events.emit(StepFinished(step=step, seconds=time.seconds, version=publication.version))
+        self._events.emit(
+            StepFinished(step=step, seconds=time.seconds, version=None if publication is None else publication.version)
+        )
         self._display.step(
             StepReport(
                 step=step,

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.errors import ConfigError
 from asyncrl.exit_protocol import StopRequest
 
 pytestmark = pytest.mark.anyio
 ENTRYPOINTS = Path(__file__).parents[1] / "entrypoints"
+LOOPS = ["train", "train_async", "own_loop"]
 
 
 class Noted:
@@ -25,14 +27,17 @@ class Noted:
         self.last_rollout = None
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*args: Any) -> Any:
+        def note(*args: Any) -> None:
             numbers = [str(value) for value in args if isinstance(value, int)]
             self.calls.append(" ".join([name, *numbers]))
             if self.calls[-1] == self.stop_after:
                 self.stop.request()
+
+        async def call(*args: Any) -> Any:
+            note(*args)
             return 0
 
-        return call
+        return note if name == "generate_ahead" else call
 
 
 async def run(
@@ -76,7 +81,7 @@ async def run(
         stop=stop,
         layout=SimpleNamespace(colocated=colocated),
     )
-    await getattr(module, {"train": "train", "own_loop": "imitate_the_best"}[entrypoint])(job)
+    await getattr(module, {"own_loop": "imitate_the_best"}.get(entrypoint, "train"))(job)
     return calls
 
 
@@ -84,7 +89,7 @@ def steps(calls: list[str], name: str) -> list[int]:
     return [int(call.split()[1]) for call in calls if call.split()[0] == name]
 
 
-@pytest.mark.parametrize("entrypoint", ["train", "own_loop"])
+@pytest.mark.parametrize("entrypoint", LOOPS)
 async def test_the_number_of_steps_is_the_one_asked_for(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for train, per_epoch, expected in [
         ({"num_steps": 0}, None, []),
@@ -95,7 +100,7 @@ async def test_the_number_of_steps_is_the_one_asked_for(entrypoint: str, monkeyp
         assert steps(calls, "get") == steps(calls, "commit") == steps(calls, "publish") == expected
 
 
-@pytest.mark.parametrize("entrypoint", ["train", "own_loop"])
+@pytest.mark.parametrize("entrypoint", LOOPS)
 async def test_a_graceful_stop_finishes_the_step(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = await run(entrypoint, monkeypatch, stop_after="get 1")
     assert steps(calls, "publish") == [0, 1]
@@ -119,8 +124,29 @@ async def test_engines_leave_their_gpus_before_the_trainer_comes_back(
         ({"every": 1}, []),
     ],
 )
+@pytest.mark.parametrize("entrypoint", ["train", "train_async"])
 async def test_the_policy_is_evaluated_when_it_is_due_and_never_without_prompts(
-    monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], expected: list[int]
+    entrypoint: str, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], expected: list[int]
 ) -> None:
-    calls = await run("train", monkeypatch, eval=evaluation, train={"num_steps": 4})
+    calls = await run(entrypoint, monkeypatch, eval=evaluation, train={"num_steps": 4})
     assert steps(calls, "evaluate") == expected
+
+
+async def test_generation_runs_ahead_from_the_first_step_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = await run("train_async", monkeypatch, train={"num_steps": 2}, eval={"data": {"source": "x.jsonl"}})
+    assert calls[:3] == ["evaluate 0", "generate_ahead 0 2", "prepare_rollout 0"]
+    assert [call for call in calls if call.startswith("generate_ahead")] == ["generate_ahead 0 2"]
+
+
+@pytest.mark.parametrize(("interval", "num_steps", "expected"), [(1, 3, [0, 1, 2]), (2, 5, [1, 3, 4]), (9, 2, [1])])
+async def test_weights_are_published_at_the_interval_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, interval: int, num_steps: int, expected: list[int]
+) -> None:
+    train = {"num_steps": num_steps, "update_weights_interval": interval}
+    calls = await run("train_async", monkeypatch, train=train)
+    assert steps(calls, "publish") == expected and steps(calls, "commit") == list(range(num_steps))
+
+
+async def test_engines_on_the_trainers_gpus_cannot_generate_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.gpus: .* run entrypoints/train\.py"):
+        await run("train_async", monkeypatch, colocated=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,13 @@ class Noted:
                 raise answer
             return answer
 
-        return note if method == "set_weight_version" else call
+        @asynccontextmanager
+        async def around() -> AsyncIterator[None]:
+            note()
+            yield
+            self._calls.append(f"{self._name}.{method} ended")
+
+        return {"set_weight_version": note, "updating": around}.get(method, call)
 
 
 def a_job(colocated: bool) -> Any:
@@ -59,7 +66,8 @@ async def test_weights_are_published_while_the_trainer_holds_them(colocated: boo
         ["trainer.offload", "engines.onload_kv"],
     )
     before, after = around if colocated else ([], [])
-    assert calls == [*before, "trainer.update_weights 3", *after, "executor.set_weight_version 0.4"]
+    update = ["executor.updating", "trainer.update_weights 3", "executor.updating ended"]
+    assert calls == [*before, *update, *after, "executor.set_weight_version 0.4"]
 
 
 @pytest.mark.parametrize(

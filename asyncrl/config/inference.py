@@ -140,6 +140,10 @@ class WeightsConfig(Section):
     attempts: int = Field(default=2, ge=1)
     """Transfers tried within one publication before it fails."""
 
+    on_update: Literal["retract", "wait", "abort"] = "retract"
+    """What running requests do when new weights arrive. retract: keep their tokens, whose KV the new weights compute
+    again; log-probs stay exact for each token. wait: end first, while nothing new is sent. abort: begin again."""
+
     keep_published: Literal["auto", "always", "never"] = "auto"
     """Keep a copy of the published weights for engines that join later (a restarted engine serves again without waiting
     for the next publication). auto: where there is a single engine or the weights are below 2 GiB. The copy is written

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.data import DataConfig
-from asyncrl.config.named_code import function_problems, is_generated, reward_problems, source_problems
+from asyncrl.config.named_code import filter_problems, function_problems, is_generated, reward_problems, source_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 
@@ -44,6 +44,7 @@ def read_model_facts(path: Path) -> ModelFacts | None:
 def input_problems(config: Config) -> list[Problem]:
     """Inputs that are not set, are not there, or would be erased."""
     problems = [*_model_problems(config), *reward_problems(config.reward), *_template_problems(config)]
+    problems += filter_problems(config.rollout.filters)
     for key, source, needed in _sources(config):
         if not source and needed:
             problems.append(

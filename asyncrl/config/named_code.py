@@ -2,7 +2,7 @@
 
 Invariants
 - What is refused here would be refused later by whoever imports it; what passes may still fail to import.
-- The table of built-in rewards is that of `rollout/rewards/builtin.py`; a test holds the two together.
+- The tables of built-in rewards and filters are those of `rollout/`; tests hold the two together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
@@ -48,6 +48,10 @@ BUILTIN_REWARDS: Mapping[str, BuiltinReward] = {
 }
 
 
+BUILTIN_FILTERS = ("zero_variance",)
+"""Group filters that come with the project; the same holds for `rollout/filters.py`."""
+
+
 def is_generated(source: str) -> bool:
     """Whether a `source` is made by code, and no path."""
     return source.startswith(TASKS) or (":" in source and "/" not in source)
@@ -59,6 +63,17 @@ def source_problems(key: str, source: str) -> Iterator[Problem]:
         yield from _task_problems(key, source.removeprefix(TASKS))
     elif is_generated(source):
         yield from function_problems(key, source)
+
+
+def filter_problems(filters: Sequence[str]) -> Iterator[Problem]:
+    """What is wrong with the names of group filters."""
+    for name in filters:
+        if ":" in name:
+            yield from function_problems("rollout.filters", name)
+        elif name not in BUILTIN_FILTERS:
+            known = f"; known are {', '.join(BUILTIN_FILTERS)}, and any package.module:function"
+            hint = did_you_mean(nearest(name, BUILTIN_FILTERS)) or known
+            yield Problem("rollout.filters", f"there is no filter {name!r}{hint}")
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[Problem]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from asyncrl.config.base import Section
@@ -42,6 +44,23 @@ class RolloutConfig(Section):
 
     request_retries: int = Field(default=4, ge=0)
     """Attempts after the first for a request whose connection broke or that got a 5xx."""
+
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Most optimizer steps between the weights that made a token and those that it trains; a hard bound. How far
+    train_async.py generates ahead follows from it. none: the least that works, train.minibatches *
+    train.update_weights_interval - 1, which is 0 (synchronous) where both are 1."""
+
+    straggler: Literal["wait", "reissue"] = "wait"
+    """A prompt group that would become too old unless it is trained now, and is not finished: wait lets the trainer
+    wait for it; reissue drops what there is of it and issues its prompt again (favours short responses)."""
+
+    filters: tuple[str, ...] = ()
+    """Take finished groups out of training, others take their place: zero_variance (all rewards are equal), or
+    `package.module:function`, called with the SampleGroup and returning None, or the reason to take it out."""
+
+    oversample: int = Field(default=0, ge=0)
+    """Groups generated beyond what a batch needs, so that filters and slow responses do not hold it up. What no batch
+    has room for before it is too old is dropped (favours short responses)."""
 
 
 class RewardConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,6 +19,9 @@ from pydantic.fields import FieldInfo
 
 from asyncrl.config.root import Config
 
+ANY_NAME = "NAME"
+"""Stands in a path for the name that a user gives a section."""
+
 KeyPath = tuple[str, ...]
 """A dotted key in parts; the parts below a table are the table's own keys and may hold dots."""
 
@@ -28,8 +31,9 @@ class FieldSpec:
     """One key of the configuration."""
 
     path: KeyPath
-    kind: Literal["section", "table", "list", "scalar"]
-    """A section holds fields; a table (server_args, args) holds keys of the user's choosing."""
+    kind: Literal["section", "sections", "table", "list", "scalar"]
+    """A section holds fields; sections are such under names of the user's choosing; a table (server_args, args) holds
+    keys of the user's choosing."""
     nullable: bool
     """Takes `none`."""
     accepts: tuple[Any, ...]
@@ -59,15 +63,23 @@ def fields() -> Mapping[KeyPath, FieldSpec]:
     return {spec.path: spec for spec in _walk((), Config)}
 
 
+def spec_of(path: KeyPath) -> FieldSpec | None:
+    """The key at `path`, also below a section that the user named; None where there is none."""
+    known = fields().get(path)
+    if known is None and len(path) > 1 and (named := fields().get(path[:1])) is not None and named.kind == "sections":
+        known = fields().get((path[0], ANY_NAME, *path[2:]))
+    return None if known is None else replace(known, path=path)
+
+
 def settable_keys() -> list[str]:
     """Dotted keys of everything that takes a value of its own."""
-    return [spec.key for spec in fields().values() if spec.kind != "section" or spec.nullable]
+    return [spec.key for spec in fields().values() if spec.kind not in ("section", "sections") or spec.nullable]
 
 
 def table_of(path: KeyPath) -> FieldSpec | None:
     """The table that `path` is an entry of."""
     for length in range(1, len(path)):
-        spec = fields().get(path[:length])
+        spec = spec_of(path[:length])
         if spec is not None and spec.kind == "table":
             return spec
     return None
@@ -81,14 +93,14 @@ def _walk(prefix: KeyPath, model: type[BaseModel]) -> Iterator[FieldSpec]:
         inner = tuple(member for member in members if member is not type(None))
         only = inner[0]
         text = " ".join((info.description or "").split())
-        if isinstance(only, type) and issubclass(only, BaseModel):
-            own = " ".join((only.__doc__ or "").split())
-            missing: dict[str, Any] | None = None if nullable else {}
-            yield FieldSpec(path, "section", nullable, (), "a table" + _or_none(nullable), missing, text or own)
-            yield from _walk(path, only)
+        if _is_section(only):
+            yield from _section(path, only, nullable=nullable, text=text)
             continue
         default = info.get_default(call_default_factory=True)
-        if get_origin(only) is dict:
+        if get_origin(only) is dict and _is_section(get_args(only)[1]):
+            yield FieldSpec(path, "sections", False, (), "sections, each under its name", {}, text)
+            yield from _section((*path, ANY_NAME), get_args(only)[1], nullable=False, text="")
+        elif get_origin(only) is dict:
             accepts = _members(get_args(only)[1])
             words = "a table" if accepts == (Any,) else f"a table of {_in_words(accepts)}"
             yield FieldSpec(path, "table", nullable, accepts, words + _or_none(nullable), default, text)
@@ -99,6 +111,17 @@ def _walk(prefix: KeyPath, model: type[BaseModel]) -> Iterator[FieldSpec]:
         else:
             words = _in_words(inner) + _bounds(info)
             yield FieldSpec(path, "scalar", nullable, inner, words + _or_none(nullable), default, text)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _section(path: KeyPath, model: type[BaseModel], *, nullable: bool, text: str) -> Iterator[FieldSpec]:
+    own = " ".join((model.__doc__ or "").split())
+    missing: dict[str, Any] | None = None if nullable else {}
+    yield FieldSpec(path, "section", nullable, (), "a table" + _or_none(nullable), missing, text or own)
+    yield from _walk(path, model)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

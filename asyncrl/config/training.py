@@ -57,6 +57,9 @@ class TrainConfig(Section):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per rollout batch; prompt groups are split among them whole."""
 
+    update_weights_interval: int = Field(default=1, ge=1)
+    """Rollout batches from one publication of the weights to the next, in train_async.py; train.py publishes each."""
+
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Packing budget of one forward pass, in tokens, per rank."""
 
@@ -74,6 +77,10 @@ class TrainConfig(Section):
 
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
+
+    def publishes(self, rollout_id: int, num_rollouts: int) -> bool:
+        """Whether the weights are published after batch `rollout_id`, the last of `num_rollouts` included."""
+        return (rollout_id + 1) % self.update_weights_interval == 0 or rollout_id + 1 == num_rollouts
 
 
 class WarmupConfig(Section):

@@ -16,6 +16,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.router_args import router_problems
+from asyncrl.config.staleness import least_staleness
 
 _AGENT_GRACE_S = 30.0  # torchrun kills its ranks this long after it passed on a signal
 
@@ -25,15 +26,17 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
     return [
         *_sampling_problems(config),
         *_schedule_problems(config),
+        *_staleness_problems(config),
+        *_interval_problems(config),
         *_batch_problems(config, machine),
         *_length_problems(config, facts),
         *_data_problems(config),
         *_parallel_problems(config, facts),
         *_host_problems(config, machine),
+        *external_problems(config),
         *server_arg_problems(config.engine.server_args),
         *router_problems(config.router),
     ]
-        *external_problems(config),
 
 
 def _sampling_problems(config: Config) -> Iterator[Problem]:
@@ -75,6 +78,29 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
             "train.lr_decay",
             f"{config.train.lr_decay} needs to know the length of the run before it begins; set train.num_steps, or "
             "use constant",
+        )
+
+
+def _staleness_problems(config: Config) -> Iterator[Problem]:
+    asked, least = config.rollout.max_staleness, least_staleness(config)
+    interval, minibatches = config.train.update_weights_interval, config.train.minibatches
+    if asked is not None and asked < least:
+        yield Problem(
+            "rollout.max_staleness",
+            f"{asked} cannot be kept: with {minibatches} optimizer step(s) for each batch (train.minibatches) and a "
+            f"publication after every {interval} batch(es) (train.update_weights_interval), the last step before a "
+            f"publication is {minibatches} * {interval} - 1 = {least} step(s) ahead of the newest weights to sample "
+            f"from; use at least {least}",
+        )
+
+
+def _interval_problems(config: Config) -> Iterator[Problem]:
+    every, interval = config.eval.every, config.train.update_weights_interval
+    if config.eval.data is not None and every is not None and every % interval:
+        yield Problem(
+            "eval.every",
+            f"{every} is no multiple of {interval} (train.update_weights_interval): what is evaluated are the "
+            f"published weights, which would be older than the step; use {every + interval - every % interval}",
         )
 
 

@@ -1,7 +1,7 @@
 """The update session of single engines: opened, closed, given up. No order between engines, no state of the fleet.
 
 Invariants
-- `open_session` = pause (running requests keep their tokens) → stamp `torn:<version>` → open.
+- `open_session` = pause (running requests keep their tokens, unless told otherwise) → stamp `torn:<version>` → open.
 - `close_session` leaves an engine that goes on: unpaused, without a session, whatever state it was found in.
 """
 
@@ -13,16 +13,19 @@ import anyio
 
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import EngineRequestError
+from asyncrl.inference.engine_api import EngineRequestError, PauseMode
 
 
-async def open_session(engine: ManagedEngine, version: str, *, verify: bool) -> None:
-    """Makes `engine` ready to receive. To `verify`, one without weights of this run is given a baseline first."""
+async def open_session(engine: ManagedEngine, version: str, *, verify: bool, mode: PauseMode = "retract") -> None:
+    """Makes `engine` ready to receive.
+
+    `mode` is what becomes of running requests. To `verify`, one without weights of this run is given a baseline first.
+    """
     if "weights" in engine.offloaded:
         raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
     client = engine.client
     if not engine.offloaded:
-        await client.pause("retract")
+        await client.pause(mode)
     await client.set_version(f"torn:{version}")
     await client.begin_weight_update()
     if engine.version is None and verify:

@@ -23,6 +23,7 @@ from asyncrl.config.inference import WeightsConfig
 from asyncrl.data.fleet import EngineState, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
 from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.engine_api import PauseMode
 from asyncrl.inference.events import WeightUpdateAborted, WeightUpdateBegun, WeightUpdateCommitted
 from asyncrl.inference.leases import LeaseBook, sort_acks
 from asyncrl.inference.lifecycle import UPDATABLE
@@ -121,9 +122,9 @@ class WeightUpdates:
             for engine in engines:
                 engine.move(EngineState.UPDATING, f"weights {version}")
             try:
-                failed = await on_each(
-                    engines, lambda engine: open_session(engine, version, verify=self._config.verify != "never")
-                )
+                verify = self._config.verify != "never"
+                mode: PauseMode = "abort" if self._config.on_update == "abort" else "retract"
+                failed = await on_each(engines, lambda engine: open_session(engine, version, verify=verify, mode=mode))
                 await self._drop(failed, _by_id(engines))
                 ready = [e for e in engines if e.engine_id not in failed and e.state is EngineState.UPDATING]
                 if not ready:

@@ -102,14 +102,14 @@ class LoopStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished(Event):
-    """A training step is complete: its batch was trained and committed, its weights published."""
+    """A training step is complete: its batch was trained and committed, its weights published where that was due."""
 
     kind: ClassVar[str] = "step_finished"
     step: int
     """Steps trained so far, this one included."""
     seconds: float
     version: str | None = None
-    """Weights that are published now, as `attempt.step`."""
+    """Weights that were published after it, as `attempt.step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

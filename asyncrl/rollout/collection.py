@@ -1,7 +1,8 @@
-"""Collection: the pure bookkeeping of one `get`: when is it enough, and when is it hopeless.
+"""Collection: the pure bookkeeping from one batch to the next: what was lost on the way, and when it is hopeless.
 
-A group with too few usable samples is dropped and a new prompt takes its place, `max_drops` times: a fault that strikes
-everything ends the run with what was seen, instead of drawing prompts for ever.
+A group with too few usable samples is dropped and a new prompt takes its place, `max_drops` times; one that a filter
+takes out likewise, `max_filtered` times. What strikes everything ends the run with what was seen, instead of drawing
+prompts for ever.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ def first_failure(group: SampleGroup) -> str:
 
 @dataclass(slots=True)
 class Collection:
-    """Counts the drops of one `get`."""
+    """Counts the groups that ended between two batches without being in one."""
 
     wanted: int
     """Groups of the batch."""
     max_drops: int
+    max_filtered: int
     dropped: int = 0
+    """Groups with too few usable samples."""
+    filtered: int = 0
+    surplus: int = 0
+    """Groups that no batch had room for."""
+    reissued: int = 0
+    """Groups that were too old, or not finished at their deadline; their prompts were issued again."""
     reasons: Counter[str] = field(default_factory=Counter)
     failure: str = ""
     """What failed first."""
@@ -52,22 +60,35 @@ class Collection:
             "see logs/ and events.jsonl in the run directory"
         )
 
+    def filter(self, reason: str) -> RolloutError | None:
+        """Counts a group that a filter took out; returns an error when there is no end of it."""
+        self.filtered += 1
+        if self.filtered <= self.max_filtered:
+            return None
+        return RolloutError(
+            f"rollout.filters took out {self.filtered} prompt groups while a batch of {self.wanted} was gathered; the "
+            f"last reason: {reason}. The task is too easy or too hard for this policy, or a filter too strict"
+        )
+
 
 @dataclass(slots=True)
 class FirstBatchCheck:
-    """Ends the run when the reward fails on more than `max_failure_fraction` of the first batch."""
+    """Ends the run when the reward fails on more than `max_failure_fraction` of the first batch's worth of samples."""
 
     reward: str
     expected: int
     """Samples of the first batch."""
     max_failure_fraction: float
+    seen: int = 0
     failed: int = 0
     first_failure: str = ""
     closed: bool = False
-    """The first batch was delivered; failures are single events from now on."""
+    """The first batch is done; failures are single events from now on."""
 
     def observe(self, sample: Sample) -> RewardError | None:
         """Takes a sample that was generated; returns an error as soon as the fraction is certain to be exceeded."""
+        self.seen += 1
+        self.closed = self.closed or self.seen > self.expected
         if self.closed or sample.failure is None:
             return None
         self.failed += 1

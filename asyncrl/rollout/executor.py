@@ -4,17 +4,19 @@ It knows the router's address and nothing else of the engines; it never sees the
 
 Invariants
 - Every admitted group ends exactly once: trained, filtered or dropped with a reason (`ledger.py`), also when a `get`
-  fails or is cancelled.
+  fails. A `get` that is cancelled leaves its groups to the next.
 - A failed sample costs neither its group nor the run; what fails too often ends the run with one error that counts it
   (`collection.py`).
-- `get` returns groups in the order in which their prompts were drawn.
+- No token in a batch is staler than rollout.max_staleness (`admission.py`). Within that, groups come earliest deadline
+  first, then in the order in which their prompts were drawn.
+- Only after `generate_ahead` is anything generated while no `get` waits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -28,18 +30,22 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Prompt, Sample, SampleGroup
+from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import AsyncRLError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
-from asyncrl.rollout.collection import Collection, FirstBatchCheck, drop_reason, first_failure
+from asyncrl.rollout.admission import Limits
+from asyncrl.rollout.collection import FirstBatchCheck
 from asyncrl.rollout.engine_client import ClientStatistics, EngineClient
 from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
 from asyncrl.rollout.events import Evaluated, RewardFailed
+from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.ledger import GroupState, Ledger
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
-from asyncrl.rollout.retry import RetryPolicy
+from asyncrl.rollout.production import Issue, Production
+from asyncrl.rollout.retry import WAITED_OUT, FailureKind, RetryPolicy
 from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
@@ -47,8 +53,6 @@ from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sam
 from asyncrl.rollout.wire import SamplingParams
 
 T = TypeVar("T")
-
-_MIN_DROPS = 8  # groups that one get may lose even when the batch is small
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class _Parts:
     client: EngineClient
     generator: GroupGenerator
     stream: PromptStream
+    production: Production
     dropped_overlong: int
     eval_prompts: tuple[Prompt, ...] | None
 
@@ -102,7 +107,10 @@ class RolloutExecutor:
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
         self._ledger = Ledger()
-        self._gathering: dict[int, anyio.CancelScope] = {}
+        self._bound = Bound.of(config)
+        self._generates_ahead = False
+        self._delivered_at = 0.0
+        """time.monotonic() of the last delivery."""
         self._published_version: str | None = None
         self._last_rollout: RolloutMetrics | None = None
         rollout = config.rollout
@@ -114,7 +122,8 @@ class RolloutExecutor:
         )
         self._parts: _Parts | None = None
         self._to_close = AsyncExitStack()
-        self._disposed = False
+        self._failed_attempts = 0
+        """Failed attempts up to the last delivery."""
 
     async def start(self, task_group: TaskGroup) -> None:
         """Loads the data, imports the reward and starts its workers, which live in `task_group` until `dispose`.
@@ -123,6 +132,7 @@ class RolloutExecutor:
         """
         config, rollout, tokenizer = self._config, self._config.rollout, self._tokenizer
         reward = await _in_thread(lambda: resolve_reward(config.reward.function, config.reward.args))
+        filters = await _in_thread(lambda: Filters(rollout.filters))
         scorer = Scorer(reward, config.reward, host=self._host, log_dir=self._log_dir)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
@@ -138,16 +148,33 @@ class RolloutExecutor:
             vocab_size=tokenizer.vocab_size,
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
-            policy=RetryPolicy(retries=rollout.request_retries, patience_s=rollout.request_timeout_s),
+            policy=RetryPolicy(
+                retries=rollout.request_retries,
+                patience_s=rollout.request_timeout_s,
+                waited_out=WAITED_OUT | ({FailureKind.ABORTED} if config.weights.on_update == "abort" else frozenset()),
+            ),
             sticky=config.router.sticky,
             on_failure=self._events.emit,
         )
         self._to_close.push_async_callback(client.aclose)
+        stream = PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
+        production = Production(
+            Limits(rollout.prompts_per_step, self._bound.batches, rollout.oversample, rollout.straggler),
+            stream=stream,
+            generate=self._generate,
+            filters=filters,
+            min_usable=self._min_usable,
+            ledger=self._ledger,
+            events=self._events,
+        )
+        await task_group.start(production.serve, name="groups")
+        self._to_close.push_async_callback(production.aclose)
         self._parts = _Parts(
             scorer=scorer,
             client=client,
             generator=GroupGenerator(client, scorer, concurrency=rollout.concurrency, vocab_size=tokenizer.vocab_size),
-            stream=PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle),
+            stream=stream,
+            production=production,
             dropped_overlong=prompts.dropped_overlong,
             eval_prompts=None if eval_prompts is None else eval_prompts.prompts,
         )
@@ -155,31 +182,38 @@ class RolloutExecutor:
     async def get(self, rollout_id: int) -> RolloutBatch:
         """The batch of step `rollout_id`: `prompts_per_step` groups, each with enough usable samples.
 
-        Raises RolloutError when too many groups fail, or when the id was asked for before; RewardError when the reward
+        Steps follow one another; the first may be any. Raises RolloutError when too many groups fail or are filtered,
+        when the id is not the next one, or when the published weights are too old for it; RewardError when the reward
         fails on too much of the first batch.
         """
         self._ledger.check_deliverable(rollout_id)
-        if rollout_id in self._gathering or self._disposed:
-            raise RolloutError(f"rollout {rollout_id} is being gathered already, or the executor was disposed")
         began = time.monotonic()
-        attempts_before = sum(self._started.client.statistics().failed_attempts.values())
-        wanted = self._config.rollout.prompts_per_step
-        collection = Collection(wanted, max_drops=max(_MIN_DROPS, 2 * wanted))
-        epoch = self._started.stream.epoch
-        groups = await self._gather(rollout_id, collection)
-        self._events.emit(self._ledger.deliver(rollout_id, [group.group_id for group in groups]))
+        taken = await self._started.production.take(rollout_id)
+        self._events.emit(self._ledger.deliver(rollout_id, [group.group_id for group in taken.groups]))
         self._first_batch.closed = True
+        now, failed = time.monotonic(), sum(self._started.client.statistics().failed_attempts.values())
         self._last_rollout = measure_rollout(
             rollout_id,
-            groups,
-            epoch=epoch,
-            dropped_groups=collection.dropped,
-            dropped_failure=collection.failure,
-            failed_attempts=sum(self._started.client.statistics().failed_attempts.values()) - attempts_before,
-            seconds=time.monotonic() - began,
+            taken.groups,
+            epoch=taken.epoch,
+            collection=taken.collection,
+            ready_groups=taken.ready,
+            failed_attempts=failed - self._failed_attempts,
+            seconds=now - began,
+            period_s=now - (self._delivered_at if self._generates_ahead else began),
             published_version=self._published_version,
+            bound=self._bound,
         )
-        return RolloutBatch.from_groups(rollout_id, groups, self._sampling.temperature)
+        self._delivered_at, self._failed_attempts = now, failed
+        return RolloutBatch.from_groups(rollout_id, taken.groups, self._sampling.temperature)
+
+    def generate_ahead(self, first: int, num_rollouts: int) -> None:
+        """From now on the groups of the rollouts [first, num_rollouts) are generated without being asked for.
+
+        As far ahead of the trainer as rollout.max_staleness allows; `get` and `set_weight_version` stay as they are.
+        """
+        self._generates_ahead, self._delivered_at = True, time.monotonic()
+        self._started.production.run_ahead(first, num_rollouts)
 
     @property
     def last_rollout(self) -> RolloutMetrics:
@@ -249,8 +283,18 @@ class RolloutExecutor:
         return report
 
     def set_weight_version(self, version: str) -> None:
-        """The engines hold `version` now; samples of others count as off-version."""
+        """The engines hold `version` (`attempt.step`) now; from its step follows what may be generated and trained.
+
+        Without it the weights count as ones that never change, so that nothing is ever stale.
+        """
         self._published_version = version
+        self._started.production.publish(step_of(version))
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        """Enter it around an update of the weights: with weights.on_update = wait, running requests end before it."""
+        if self._config.weights.on_update != "wait":
+            return nullcontext()
+        return self._started.generator.held(self._config.rollout.request_timeout_s)
 
     def get_num_rollout_per_epoch(self) -> int:
         """Whole batches in one pass over the data; DataError when the data does not fill one."""
@@ -267,11 +311,8 @@ class RolloutExecutor:
 
     async def dispose(self) -> None:
         """Ends what is being gathered or waits to be committed, the reward workers and the connections. Idempotent."""
-        self._disposed = True
         for dropped in self._ledger.drop_delivered("the job ended before they were trained"):
             self._events.emit(dropped)
-        for scope in self._gathering.values():
-            scope.cancel()
         await self._to_close.aclose()
 
     @property
@@ -284,68 +325,22 @@ class RolloutExecutor:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
         return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where)
 
-    async def _gather(self, rollout_id: int, collection: Collection) -> list[SampleGroup]:
-        """`collection.wanted` groups in state FINISHED; on any failure all groups drawn for them are dropped."""
-        groups: list[SampleGroup | None] = [None] * collection.wanted
-        drawn: set[str] = set()
-        errors: list[AsyncRLError] = []
-
-        def stop_on(error: AsyncRLError | None) -> None:
-            if error is not None:
-                errors.append(error)
-                gathering.cancel_scope.cancel()
-
+    async def _generate(self, issue: Issue, on_started: Callable[[], None]) -> SampleGroup:
         def on_scored(sample: Sample) -> None:
             if sample.failure is not None:
                 self._events.emit(RewardFailed(sample_id=sample.sample_id, reason=sample.failure))
-            stop_on(self._first_batch.observe(sample))
+            if (error := self._first_batch.observe(sample)) is not None:
+                parts.production.fail(error)
 
-        async def fill(slot: int) -> None:
-            while groups[slot] is None and not errors:
-                group, reason = await self._draw_group(drawn, on_scored)
-                if reason is None:
-                    groups[slot] = group
-                else:
-                    drawn.discard(group.group_id)
-                    stop_on(collection.drop(reason, first_failure(group)))
-
-        try:
-            async with anyio.create_task_group() as gathering:
-                self._gathering[rollout_id] = gathering.cancel_scope
-                for slot in range(collection.wanted):
-                    gathering.start_soon(fill, slot)
-            if errors:
-                raise errors[0]
-            if None in groups:
-                raise RolloutError(f"the executor was disposed while rollout {rollout_id} was gathered")
-            drawn.clear()
-        finally:
-            self._gathering.pop(rollout_id, None)
-            for group_id in drawn:
-                self._events.emit(self._ledger.drop(group_id, "its rollout was not delivered"))
-        return [group for group in groups if group is not None]
-
-    async def _draw_group(self, drawn: set[str], on_scored: Callable[[Sample], None]) -> tuple[SampleGroup, str | None]:
-        """The next prompt's group, and why it had to be dropped, if so. `drawn` gets its id on admission."""
-        draw = self._started.stream.draw()
-        group_id = f"{draw.ordinal:08d}"
-        self._events.emit(self._ledger.admit(group_id, draw.prompt.prompt_id, draw.epoch))
-        drawn.add(group_id)
-        group = await self._started.generator.run(
-            group_id,
-            draw.prompt,
+        parts = self._started
+        return await parts.generator.run(
+            issue.group_id,
+            issue.prompt,
             self._sampling,
             self._config.rollout.samples_per_prompt,
-            on_started=lambda: self._events.emit(self._ledger.run(group_id)),
+            on_started=on_started,
             on_scored=on_scored,
         )
-        reason = drop_reason(group, self._min_usable)
-        if reason is None:
-            usable = sum(sample.reward is not None for sample in group.samples)
-            self._events.emit(self._ledger.finish(group_id, usable, len(group.samples) - usable))
-        else:
-            self._events.emit(self._ledger.drop(group_id, reason))
-        return group, reason
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

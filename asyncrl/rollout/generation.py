@@ -4,21 +4,27 @@ Invariants
 - A group always comes back whole: a sample that could not be generated or scored is in it with `reward` None and a
   `failure`; it never costs the other samples of its group.
 - At most `concurrency` requests are in flight, over all groups; who came first is sent first.
+- While generation is held, nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import anyio
 import msgspec
 import numpy as np
+import structlog
 
 from asyncrl.data.sample import Prompt, Sample, SampleGroup
+from asyncrl.observability.waits import waiting
 from asyncrl.rollout.engine_client import EngineClient, GenerationFailed
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.rollout.wire import SamplingParams, encode_prompt
+
+_log = structlog.get_logger(__name__)
 
 
 def _ignore(*_: object) -> None:
@@ -33,6 +39,25 @@ class GroupGenerator:
         self._scorer = scorer
         self._vocab_size = vocab_size
         self._slots = anyio.Semaphore(concurrency, fast_acquire=True)
+        self._held = 0
+        self._running = 0
+        self._changed = anyio.Event()
+
+    @asynccontextmanager
+    async def held(self, timeout_s: float) -> AsyncIterator[None]:
+        """Sends nothing new, and enters once all that is in flight has ended, or after `timeout_s` all the same."""
+        self._held += 1
+        try:
+            try:
+                with waiting("end of the requests in flight", "engines", timeout_s):
+                    while self._running:
+                        await self._changed.wait()
+            except TimeoutError as error:
+                _log.warning("the weights are updated all the same", reason=str(error), requests=self._running)
+            yield
+        finally:
+            self._held -= 1
+            self._wake()
 
     async def run(
         self,
@@ -57,10 +82,18 @@ class GroupGenerator:
             nonlocal started
             sample_id = f"{group_id}.{index:03d}"
             async with self._slots:
+                while self._held:
+                    await self._changed.wait()
                 if not started:
                     started = True
                     on_started()
-                sample = await self._generate(sample_id, group_id, prompt, input_ids, sampling_params)
+                self._running += 1
+                try:
+                    sample = await self._generate(sample_id, group_id, prompt, input_ids, sampling_params)
+                finally:
+                    self._running -= 1
+                    if not self._running:
+                        self._wake()
             if sample.failure is None:
                 score = await self._scorer.score(sample, prompt)
                 sample = replace(sample, reward=score.reward, failure=score.failure)
@@ -71,6 +104,10 @@ class GroupGenerator:
             for index in range(num_samples):
                 group.start_soon(one, index)
         return SampleGroup(group_id, prompt, tuple(sample for sample in samples if sample is not None))
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def _generate(
         self, sample_id: str, group_id: str, prompt: Prompt, input_ids: msgspec.Raw, sampling_params: msgspec.Raw

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from asyncrl.data.sample import SampleGroup
+from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.data.staleness import Bound, step_of
+from asyncrl.rollout.collection import Collection
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,14 @@ class RolloutMetrics:
     """Samples of the delivered groups that could not be generated or scored."""
     dropped_groups: int
     """Groups replaced on the way to this batch."""
+    filtered_groups: int
+    """Groups that filters took out on the way to this batch."""
+    surplus_groups: int
+    """Groups of over-sampling that no batch had room for."""
+    reissued_groups: int
+    """Groups that were not finished in time, or too old; their prompts were issued again."""
+    ready_groups: int
+    """Finished groups that wait for later batches."""
     failed_attempts: int
     """Requests sent again, or given up, on the way to this batch."""
     reward_mean: float
@@ -39,11 +49,16 @@ class RolloutMetrics:
     """Mean log-prob of the sampled tokens: minus a sampled estimate of the entropy, nat per token."""
     off_version_fraction: float
     """Tokens made by weights other than the published ones."""
+    staleness_mean: float
+    """Optimizer steps between the weights that made a token and those that it trains, mean over the tokens."""
+    staleness_max: int
+    """Of the stalest token, at the last optimizer step of the batch; never above rollout.max_staleness."""
     response_tokens: int
     seconds: float
-    """From the call of get to the delivery."""
+    """From the call of get to the delivery: how long the trainer waited."""
     tokens_per_s: float
-    """Response tokens delivered per second of that."""
+    """Response tokens delivered per second, since get was called or, where more is generated ahead, since the delivery
+    before."""
     failure: str = ""
     """An example of what most of the failed samples failed of, else what the first replaced group failed of; empty
     where nothing failed."""
@@ -71,13 +86,18 @@ def measure_rollout(
     groups: Sequence[SampleGroup],
     *,
     epoch: int,
-    dropped_groups: int,
-    dropped_failure: str,
+    collection: Collection,
+    ready_groups: int,
     failed_attempts: int,
     seconds: float,
+    period_s: float,
     published_version: str | None,
+    bound: Bound,
 ) -> RolloutMetrics:
-    """Figures over the usable samples (at least one) of `groups`; without `published_version` none counts as off."""
+    """Figures over the usable samples (at least one) of `groups`; without `published_version` none counts as off.
+
+    `collection` has what else became of groups on the way; `period_s` is the time that `tokens_per_s` goes by.
+    """
     usable = [sample for group in groups for sample in group.samples if sample.reward is not None]
     rewards = np.array([sample.reward for sample in usable], np.float64)
     lengths = np.array([len(sample.output_ids) for sample in usable], np.int64)
@@ -89,13 +109,18 @@ def measure_rollout(
         if published_version is not None and span.version != published_version
     )
     tokens = int(lengths.sum())
+    mean, most = (0.0, 0) if published_version is None else _staleness(rollout_id, usable, bound)
     return RolloutMetrics(
         rollout_id=rollout_id,
         epoch=epoch,
         groups=len(groups),
         samples=len(usable),
         failed_samples=sum(len(group.samples) for group in groups) - len(usable),
-        dropped_groups=dropped_groups,
+        dropped_groups=collection.dropped,
+        filtered_groups=collection.filtered,
+        surplus_groups=collection.surplus,
+        reissued_groups=collection.reissued,
+        ready_groups=ready_groups,
         failed_attempts=failed_attempts,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
@@ -106,11 +131,29 @@ def measure_rollout(
         truncated_fraction=float(np.mean([sample.finish_reason == "length" for sample in usable])),
         logprob_mean=float(np.concatenate([sample.logprobs for sample in usable]).mean(dtype=np.float64)),
         off_version_fraction=off_version / tokens,
+        staleness_mean=mean,
+        staleness_max=most,
         response_tokens=tokens,
         seconds=seconds,
-        tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+        tokens_per_s=tokens / period_s if period_s > 0 else 0.0,
         failure=most_common_failure(
             [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
         )
-        or dropped_failure,
+        or collection.failure,
     )
+
+
+def _staleness(rollout_id: int, samples: Sequence[Sample], bound: Bound) -> tuple[float, int]:
+    """Mean and maximum over the tokens of `samples` whose weights tell their step.
+
+    The mean goes over the optimizer steps of the batch too, which take turns at the samples.
+    """
+    total = tokens = most = 0
+    for sample in samples:
+        for span in sample.versions:
+            if (step := step_of(span.version)) is not None:
+                stalest = bound.staleness(rollout_id, step)
+                most = max(most, stalest)
+                total += (span.end - span.start) * stalest
+                tokens += span.end - span.start
+    return (total / tokens - (bound.optimizer_steps - 1) / 2 if tokens else 0.0), most

@@ -3,7 +3,8 @@
 Two budgets. Failures in which an engine may have worked in vain (connection lost, 5xx, silence, abort, broken answer)
 are counted: `retries` of them per sample. Failures in which nothing was taken on (429, 503, nobody listening) cost no
 attempt: they are waited out with growing pauses for `patience_s` in all, so that a restart of the router or a full
-queue loses no sample. What the engine refuses (4xx) is the sample's own error and never sent again.
+queue loses no sample; likewise aborts, where it is updates of the weights that abort. What the engine refuses (4xx) is
+the sample's own error and never sent again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FailureKind(StrEnum):
     """Any other 4xx: this request can never succeed."""
 
 
-_WAITED_OUT = frozenset({FailureKind.BUSY, FailureKind.UNREACHABLE})
+WAITED_OUT = frozenset({FailureKind.BUSY, FailureKind.UNREACHABLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class RetryPolicy:
     first_delay_s: float = 0.1
     """Pause after the first failure; doubles with each (long enough for a router to notice a dead engine)."""
     longest_delay_s: float = 5.0
+    waited_out: frozenset[FailureKind] = WAITED_OUT
+    """Failures that do not count."""
 
     def after(self, history: RetryHistory, kind: FailureKind, jitter: float) -> tuple[RetryHistory, float | None]:
         """The new history, and the pause in seconds before the next attempt; None gives up.
@@ -67,7 +70,7 @@ class RetryPolicy:
         """
         if kind is FailureKind.REFUSED:
             return replace(history, failures=history.failures + 1), None
-        if kind in _WAITED_OUT:
+        if kind in self.waited_out:
             delay = self._delay(history.pauses, jitter)
             if history.paused_s + delay > self.patience_s:
                 return history, None

@@ -29,6 +29,7 @@ from torch import Tensor
 from asyncrl import errors
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
@@ -93,6 +94,7 @@ class TrainGroup:
         self._copies = copies
         self._environment = environment or RankEnvironment.from_environ()
         self._thread = TrainerThread()
+        self._bound = Bound.of(config)
         self._state = RankState(config, self._environment.layout(config), make_trainer)
         self._link = LinkServer(range(1, self._environment.world_size), self._wake)
         self._serving: list[anyio.CancelScope] = []
@@ -132,7 +134,8 @@ class TrainGroup:
         return self._step
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
-        """Trains on one rollout batch; returns rank 0's metrics."""
+        """Trains on one rollout batch; returns rank 0's metrics. StalenessError for a batch that is too old."""
+        self._bound.check(batch)
         started = time.monotonic()
         metrics = await self._run(commands.Train(), f"training on rollout {rollout_id}", batch=batch)
         self._step = rollout_id + 1

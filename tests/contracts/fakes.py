@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -163,6 +164,12 @@ class FakeExecutor:
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
         return skipped_report(rollout_id, reason)
+
+    def generate_ahead(self, first: int, num_rollouts: int) -> None:
+        """What it makes up is there at once."""
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def set_weight_version(self, version: str) -> None:
         self.version = version

@@ -151,7 +151,7 @@ async def test_a_group_without_enough_samples_is_replaced(
     async with scripted_engine(script) as engine, start_executor(engine, train={"loss": loss}) as executor:
         batch = await executor.get(0)
         assert batch.group_ids == (
-            ("00000000", "00000001", "00000002") if kept else ("00000000", "00000003", "00000002")
+            ("00000000", "00000001", "00000002") if kept else ("00000000", "00000002", "00000003")
         )
         await executor.commit(0)
         assert executor.statistics().groups[GroupState.DROPPED] == int(not kept)
@@ -220,7 +220,7 @@ async def test_a_reward_that_fails_later_is_a_counted_outcome(start_executor: St
     assert sum(line["kind"] == "reward_failed" for line in events.recent) == 6
 
 
-async def test_cancelling_a_get_drops_its_groups_and_frees_the_engine(start_executor: StartExecutor) -> None:
+async def test_cancelling_a_get_loses_nothing(start_executor: StartExecutor) -> None:
     async with (
         scripted_engine(lambda request, number: Action(fault="hang")) as engine,
         start_executor(engine) as executor,
@@ -232,10 +232,10 @@ async def test_cancelling_a_get_drops_its_groups_and_frees_the_engine(start_exec
                 await executor.get(0)
             tasks.cancel_scope.cancel()
         groups = executor.statistics().groups
-        assert groups[GroupState.DROPPED] == 3 and sum(groups.values()) == 3
-        await engine.until(lambda e: e.in_flight == 0)
-        engine.script = lambda request, number: Action()
-        assert (await executor.get(0)).group_ids == ("00000003", "00000004", "00000005")
+        assert groups[GroupState.RUNNING] == sum(groups.values()) == 3
+        engine.released.set()
+        assert (await executor.get(0)).group_ids == ("00000000", "00000001", "00000002")
+        assert len(engine.requests) == 12
 
 
 async def test_disposing_ends_a_get_with_a_reason(start_executor: StartExecutor) -> None:
@@ -250,6 +250,9 @@ async def test_disposing_ends_a_get_with_a_reason(start_executor: StartExecutor)
             await engine.until(lambda e: e.in_flight == 12)
             await executor.dispose()
             await executor.dispose()
+            groups = executor.statistics().groups
+            assert groups[GroupState.DROPPED] == sum(groups.values()) == 3
+            await engine.until(lambda e: e.in_flight == 0)
         with pytest.raises(RolloutError, match="disposed"):
             await executor.get(1)
 
@@ -276,6 +279,8 @@ async def test_get_and_commit_out_of_order_are_refused(start_executor: StartExec
         await executor.get(0)
         with pytest.raises(RolloutError, match="already delivered"):
             await executor.get(0)
+        with pytest.raises(RolloutError, match="rollout 2 was asked for out of order; the next one is 1"):
+            await executor.get(2)
         await executor.commit(0)
         with pytest.raises(RolloutError, match="already committed"):
             await executor.commit(0)
@@ -373,9 +378,10 @@ async def test_sampling_that_cannot_work_is_refused(start_executor: StartExecuto
 
 @given(wanted=st.integers(1, 20), drops=st.integers(0, 60), max_drops=st.integers(0, 50))
 def test_a_collection_gives_up_exactly_when_its_budget_is_spent(wanted: int, drops: int, max_drops: int) -> None:
-    collection = Collection(wanted, max_drops)
-    verdicts = [collection.drop("x", "y") for _ in range(drops)]
-    assert [v is not None for v in verdicts] == [i >= max_drops for i in range(drops)]
+    collection = Collection(wanted, max_drops, max_filtered=max_drops)
+    for count in (lambda: collection.drop("x", "y"), lambda: collection.filter("z")):
+        verdicts = [count() for _ in range(drops)]
+        assert [v is not None for v in verdicts] == [i >= max_drops for i in range(drops)]
 
 
 @pytest.mark.parametrize(("fraction", "allowed"), [(0.5, 6), (0.0, 0), (1.0, 12)])

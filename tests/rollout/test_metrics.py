@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.staleness import Bound
+from asyncrl.rollout.collection import Collection
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout, most_common_failure
 
+ONCE = Bound(0, optimizer_steps=1)
 IDS = np.array([5, 6], np.int32)
 SAMPLE = Sample(
     sample_id="0.0",
@@ -22,18 +26,17 @@ SAMPLE = Sample(
 )
 
 
-def measured(*failures: str | None, dropped: str = "") -> RolloutMetrics:
+def measured(
+    *failures: str | None, dropped: str = "", rollout_id: int = 1, bound: Bound = ONCE, **how: Any
+) -> RolloutMetrics:
     samples = [SAMPLE if f is None else replace(SAMPLE, reward=None, failure=f) for f in failures]
     group = SampleGroup("0", Prompt("p:0", "1+1=", IDS), tuple(samples))
+    collection = Collection(1, 8, 8)
+    if dropped:
+        collection.drop("only 0 of 4 samples usable", dropped)
+    given: dict[str, Any] = {"seconds": 2.0, "period_s": 2.0, "published_version": "0.1"} | how
     return measure_rollout(
-        0,
-        [group],
-        epoch=0,
-        dropped_groups=bool(dropped),
-        dropped_failure=dropped,
-        failed_attempts=0,
-        seconds=2.0,
-        published_version="0.1",
+        rollout_id, [group], epoch=0, collection=collection, ready_groups=0, failed_attempts=0, bound=bound, **given
     )
 
 
@@ -41,7 +44,22 @@ def test_a_batch_names_what_most_of_its_failed_samples_failed_of() -> None:
     metrics = measured(None, "generation timeout: late", "ValueError: a (r.py:1)", "ValueError: b (r.py:1)")
     assert (metrics.samples, metrics.failed_samples, metrics.failure) == (1, 3, "ValueError: a (r.py:1)")
     assert measured(None).failure == ""
-    assert measured(None, dropped="x: 1").failure == "x: 1"
+    replaced = measured(None, dropped="x: 1")
+    assert (replaced.failure, replaced.dropped_groups) == ("x: 1", 1)
+
+
+def test_staleness_counts_the_optimizer_steps_since_the_weights_of_each_token() -> None:
+    assert (measured(None).staleness_mean, measured(None).staleness_max) == (0, 0)
+    later = measured(None, rollout_id=3, published_version="0.3")
+    assert (later.staleness_mean, later.staleness_max, later.off_version_fraction) == (2, 2, 1)
+    twice = measured(None, rollout_id=3, bound=Bound(5, 2))
+    assert (twice.staleness_mean, twice.staleness_max) == (4.5, 5), "steps 6 and 7 train what step 2 made"
+    assert measured(None, rollout_id=3, published_version=None).staleness_max == 0, "such weights never change"
+
+
+def test_throughput_goes_by_the_time_from_batch_to_batch() -> None:
+    metrics = measured(None, seconds=0.1, period_s=4.0)
+    assert (metrics.seconds, metrics.tokens_per_s) == (0.1, 0.5)
 
 
 def test_only_numbers_are_written_to_the_metrics() -> None:

@@ -129,7 +129,7 @@ def make_batch(rollout_id: int = 0) -> RolloutBatch:
         group_ids=("g0",),
         sample_ids=("s0", "s1"),
         truncated=torch.tensor([False, True]),
-        versions=((VersionSpan("0.0", 0, 3),), (VersionSpan("0.0", 0, 1), VersionSpan("0.1", 1, 2))),
+        versions=((VersionSpan("0.0", 0, 3),), (VersionSpan("0.0", 0, 1), VersionSpan("1.0", 1, 2))),
         temperature=0.7,
     )
 

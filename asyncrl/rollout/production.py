@@ -1,0 +1,301 @@
+"""Production: turns prompts into finished groups, as far ahead of the trainer as admission allows.
+
+Which group may begin and which make up a batch is decided in `admission.py`; this is the shell around it: a task for
+each group, the filters, and the wait for the next batch.
+
+Invariants
+- Every admitted group ends once, in a batch or with a reason (`ledger.py`); `aclose` sees to those that are left.
+- Whoever gives up a `take` loses nothing: its groups stay for the next one.
+- A failure that ends the run stops all generation, and is raised by the `take` in progress or else by the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import anyio
+import anyio.abc
+
+from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.sample import Prompt, SampleGroup
+from asyncrl.data.staleness import oldest_step
+from asyncrl.errors import AsyncRLError, RolloutError
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
+from asyncrl.rollout.admission import Admission, Batch, Limits
+from asyncrl.rollout.collection import Collection, drop_reason, first_failure
+from asyncrl.rollout.filters import Filters
+from asyncrl.rollout.ledger import Ledger
+
+_CLOSE_TIMEOUT_S = 5.0
+_MIN_DROPS = 8  # groups that one batch may lose even when it is small
+_MAX_FILTERED = 32  # batches' worth of groups that filters may take out while one is gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A prompt on its way to become a group."""
+
+    ordinal: int
+    """Of its draw from the prompt stream."""
+    prompt: Prompt
+    epoch: int
+    issues: int = 0
+    """How often it was issued before."""
+
+    @property
+    def group_id(self) -> str:
+        """No id is a prefix of another with what follows it in a request id, since engines abort by prefix."""
+        return f"{self.ordinal:08d}" + (f"r{self.issues}" if self.issues else "")
+
+
+Generate = Callable[[Issue, Callable[[], None]], Awaitable[SampleGroup]]
+"""Samples and scores a group; the second argument is called when its first request is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one `take` brought."""
+
+    groups: tuple[SampleGroup, ...]
+    epoch: int
+    """Of the first group's prompt."""
+    collection: Collection
+    """What else was produced since the batch before."""
+    ready: int
+    """Finished groups that wait for later batches."""
+
+
+class Production:
+    """Start `serve`, then `take` a batch for each step."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        stream: PromptStream,
+        generate: Generate,
+        filters: Filters,
+        min_usable: int,
+        ledger: Ledger,
+        events: EventLog,
+    ) -> None:
+        """A group with fewer than `min_usable` usable samples is dropped."""
+        self._limits = limits
+        self._stream = stream
+        self._generate = generate
+        self._filters = filters
+        self._min_usable = min_usable
+        self._ledger = ledger
+        self._events = events
+        self._admission: Admission | None = None
+        self._published: int | None = None
+        self._again: deque[Issue] = deque()
+        self._live: dict[str, Issue] = {}
+        self._scopes: dict[str, anyio.CancelScope] = {}
+        self._finished: dict[str, SampleGroup] = {}
+        self._failure: AsyncRLError | None = None
+        self._taking: int | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._closed = anyio.Event()
+        self._ended = anyio.Event()
+        self._changed = anyio.Event()
+        self._collection = self._new_collection()
+
+    async def serve(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Runs the groups' tasks until `aclose`."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                task_status.started()
+                await self._closed.wait()
+                self._tasks.cancel_scope.cancel()
+        finally:
+            self._ended.set()
+
+    async def aclose(self) -> None:
+        """Ends what is being generated; what no batch took is dropped. Idempotent."""
+        self._closed.set()
+        self._wake()
+        if self._tasks is not None:
+            with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
+                await self._ended.wait()
+        for group_id in list(self._live):
+            self._drop(group_id, "its rollout was not delivered")
+
+    def run_ahead(self, first: int, horizon: int) -> None:
+        """Begins to generate for the batches [first, horizon), as far ahead as the weights allow."""
+        self._begin(first).extend(horizon)
+        self._fill()
+
+    def publish(self, step: int | None) -> None:
+        """The engines hold weights of `step`; None: of no known step, as weights that never change."""
+        self._published = step
+        if self._admission is not None and step is not None:
+            self._admission.publish(step)
+            self._fill()
+            self._wake()
+
+    async def take(self, step: int) -> Taken:
+        """The groups of the batch of `step`, in the order of their deadlines; steps follow one another.
+
+        Raises RolloutError out of order, for weights that are too old for the batch, when too many groups failed or
+        were filtered, or on `aclose`; and what else made generation fail.
+        """
+        if self._taking is not None or self._closed.is_set():
+            raise RolloutError(f"rollout {step} is being gathered already, or the executor was disposed")
+        admission = self._begin(step)
+        if step != admission.step:
+            raise RolloutError(f"rollout {step} was asked for out of order; the next one is {admission.step}")
+        self._taking = step
+        try:
+            return self._delivered(admission, await self._next_batch(admission))
+        finally:
+            self._taking = None
+
+    def fail(self, error: AsyncRLError) -> None:
+        """Stops generation; the `take` in progress, or the next one, raises `error`."""
+        if self._failure is None:
+            self._failure = error
+            for group_id in list(self._live):
+                self._remove(group_id, "its rollout was not delivered")
+            self._wake()
+
+    # what is live
+
+    def _begin(self, first: int) -> Admission:
+        if self._admission is None:
+            self._admission = Admission(self._limits, first=first)
+            if self._published is not None:
+                self._admission.publish(self._published)
+        return self._admission
+
+    def _fill(self) -> None:
+        """Admits as many groups as there is room for."""
+        admission, tasks = self._admission, self._tasks
+        if admission is None or tasks is None or self._failure is not None or self._closed.is_set():
+            return
+        for _ in range(admission.room):
+            if self._again:
+                issue = self._again.popleft()
+            else:
+                draw = self._stream.draw()
+                issue = Issue(draw.ordinal, draw.prompt, draw.epoch)
+            self._events.emit(self._ledger.admit(issue.group_id, issue.prompt.prompt_id, issue.epoch))
+            admission.admit(issue.group_id)
+            self._live[issue.group_id] = issue
+            tasks.start_soon(self._run, issue, admission, name=f"group {issue.group_id}")
+
+    async def _run(self, issue: Issue, admission: Admission) -> None:
+        group_id = issue.group_id
+
+        def started() -> None:
+            if group_id in self._live:
+                admission.start(group_id)
+                self._events.emit(self._ledger.run(group_id))
+
+        with anyio.CancelScope() as self._scopes[group_id]:
+            try:
+                group = await self._generate(issue, started)
+                if group_id in self._live:  # else it was dropped just before its end
+                    self._scored(issue, group, admission)
+            except AsyncRLError as error:
+                self.fail(error)
+        del self._scopes[group_id]
+
+    def _scored(self, issue: Issue, group: SampleGroup, admission: Admission) -> None:
+        """A group is there: kept for a batch, or out with a reason and a place for another."""
+        group_id, collection = group.group_id, self._collection
+        reason = drop_reason(group, self._min_usable)
+        if reason is not None:
+            self._remove(group_id, reason)
+            error = collection.drop(reason, first_failure(group))
+        else:
+            error = self._judge(issue, group, admission)
+        if error is not None:
+            self.fail(error)
+        self._fill()
+        self._wake()
+
+    def _judge(self, issue: Issue, group: SampleGroup, admission: Admission) -> RolloutError | None:
+        """Finishes a usable group; returns an error when filters leave nothing."""
+        group_id = group.group_id
+        usable = [sample for sample in group.samples if sample.reward is not None]
+        self._events.emit(self._ledger.finish(group_id, len(usable), len(group.samples) - len(usable)))
+        objection = self._filters.objection(group)
+        if objection is not None:
+            self._events.emit(self._ledger.filter(group_id, objection))
+            admission.remove(group_id)
+            del self._live[group_id]
+            return self._collection.filter(objection)
+        if admission.finish(group_id, oldest_step(span for sample in usable for span in sample.versions)):
+            self._finished[group_id] = group
+        else:
+            self._remove(group_id, "made by weights that are too old for every batch to come")
+            self._issue_again(issue)
+        return None
+
+    def _remove(self, group_id: str, reason: str) -> None:
+        """Drops a group and frees its place."""
+        if self._admission is not None:
+            self._admission.remove(group_id)
+        self._drop(group_id, reason)
+
+    def _drop(self, group_id: str, reason: str) -> None:
+        self._events.emit(self._ledger.drop(group_id, reason))
+        del self._live[group_id]
+        self._finished.pop(group_id, None)
+        if (scope := self._scopes.get(group_id)) is not None:
+            scope.cancel()
+
+    def _issue_again(self, issue: Issue) -> None:
+        self._collection.reissued += 1
+        self._again.append(replace(issue, issues=issue.issues + 1))
+
+    # batches
+
+    async def _next_batch(self, admission: Admission) -> Batch:
+        admission.extend(admission.step + 1)
+        while True:
+            if self._failure is not None:
+                error, self._failure, self._collection = self._failure, None, self._new_collection()
+                raise error
+            if self._closed.is_set():
+                raise RolloutError(f"the executor was disposed while rollout {admission.step} was gathered")
+            if (reason := admission.impossible()) is not None:
+                raise RolloutError(f"{reason}; publish newer weights before this batch is asked for")
+            self._fill()
+            decision = admission.next_batch()
+            if isinstance(decision, Batch):
+                return decision
+            with WAITS.register("batch", str(decision), math.inf):  # every request below has its deadline
+                await self._changed.wait()
+
+    def _delivered(self, admission: Admission, batch: Batch) -> Taken:
+        """Carries out what admission decided."""
+        collection = self._collection
+        admission.take(batch)
+        for group_id in batch.surplus:
+            self._drop(group_id, "surplus: no batch had room for it before it was too old")
+            collection.surplus += 1
+        for group_id in batch.reissue:
+            issue = self._live[group_id]
+            self._drop(group_id, "straggler: not finished at its deadline, issued again")
+            self._issue_again(issue)
+        epoch = self._live[batch.groups[0]].epoch
+        for group_id in batch.groups:
+            del self._live[group_id]
+        taken = tuple(self._finished.pop(group_id) for group_id in batch.groups)
+        self._collection = self._new_collection()
+        self._fill()
+        return Taken(taken, epoch, collection, admission.finished)
+
+    def _new_collection(self) -> Collection:
+        batch = self._limits.batch
+        return Collection(batch, max_drops=max(_MIN_DROPS, 2 * batch), max_filtered=_MAX_FILTERED * batch)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

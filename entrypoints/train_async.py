@@ -1,0 +1,77 @@
+"""Trains a policy with GRPO while the engines generate ahead: no one waits for the other without need.
+
+    torchrun --nproc-per-node 1 entrypoints/train_async.py @ entrypoints/recipes/demo.toml --rollout.max_staleness 1
+
+How far ahead is what `rollout.max_staleness` allows: 0 is the loop of train.py, 1 has the engines work on the next
+batch while the trainer works on this one, more lets slow responses take longer than a step. The bound is never
+exceeded. New weights are published every `train.update_weights_interval` batches, to engines in the midst of work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from asyncrl.components import (
+    Job,
+    create_rollout_components,
+    create_train_group,
+    evaluate,
+    export,
+    publish,
+    require_own_engines,
+    run_job,
+    warm_up,
+)
+
+
+async def train(job: Job) -> None:
+    config, record = job.config, job.record
+    require_own_engines(job)  # on the trainer's GPUs they could not generate while it trains
+
+    # Engines and router boot in the background while the trainer builds its model and warms it up.
+    with record.phase("startup"):
+        components = await create_rollout_components(job)
+        controller, executor, num_rollout_per_epoch = components
+        trainer = await create_train_group(job, components)
+        first = await trainer.init()
+        await warm_up(job, trainer)
+        await controller.wait_ready()
+        await publish(job, components, trainer)  # no engine serves before it holds the trainer's own weights
+
+    if config.train.num_steps is not None:
+        num_steps = config.train.num_steps
+    else:
+        num_steps = config.train.num_epochs * (num_rollout_per_epoch or 0)
+    record.start(num_steps, first)
+
+    for rollout_id in range(first, num_steps):
+        if job.stop.requested:
+            break
+        if config.eval.due(rollout_id, first):
+            await evaluate(job, controller, executor, rollout_id)
+        if rollout_id == first:
+            executor.generate_ahead(first, num_steps)
+
+        with record.phase("wait"):
+            await controller.prepare_rollout(rollout_id)
+            batch = await executor.get(rollout_id)
+
+        with record.phase("train"):
+            metrics = await trainer.train(rollout_id, batch)
+            await executor.commit(rollout_id)
+
+        publication = None
+        if config.train.publishes(rollout_id, num_steps):
+            with record.phase("publish"):
+                publication = await publish(job, components, trainer, rollout_id)
+
+        record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
+
+    if config.eval.data is not None and config.eval.at_end:
+        await evaluate(job, controller, executor, record.steps)
+    if config.run.export:
+        await export(job, controller, trainer, record.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(train))
