@@ -56,15 +56,18 @@ class RealFleet:
         self.publications += 1
         return f"0.{self.publications - 1}"
 
-    async def publish_from_disk(self, model: Path, version: str | None = None) -> str:
-        """One whole transaction with the simplest transport; returns the version. The checkpoint serves as its copy."""
+    async def publish_from_disk(self, model: Path, version: str | None = None, *, keep_copy: bool = True) -> str:
+        """One whole transaction with the simplest transport; returns the version.
+
+        The checkpoint serves as its copy: an engine that loses its weights takes them from there by itself.
+        """
         version = version or self.next_version()
         lease = await self.controller.begin_weight_update(version)
         for engine in lease.engines:
             async with EngineClient.open(engine.engine_id, engine.url) as client:
                 await client.update_from_disk(str(model))
         acks = [UpdateAck(engine.engine_id, engine.generation) for engine in lease.engines]
-        await self.controller.commit_weight_update(lease.lease_id, acks, model)
+        await self.controller.commit_weight_update(lease.lease_id, acks, model if keep_copy else None)
         return version
 
 

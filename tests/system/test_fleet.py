@@ -115,6 +115,7 @@ async def test_running_requests_keep_their_tokens_over_an_update_and_no_span_is_
 
 async def test_an_aborted_update_leaves_the_engine_unpaused_and_out_of_the_router(serving_fleet: RealFleet) -> None:
     controller = serving_fleet.controller
+    await serving_fleet.publish_from_disk(serving_fleet.models[0], keep_copy=False)
     async with aiohttp.ClientSession() as session:
         lease = await controller.begin_weight_update("0.999")
         with pytest.raises(WeightUpdateError, match="is open"):
@@ -166,6 +167,7 @@ async def test_a_name_that_the_engine_ignores_is_found_by_the_reset(serving_flee
     """What the controller does on a first publication, on the real checker: all tensors change but those not sent."""
     from asyncrl.inference.verify import unreceived
 
+    await serving_fleet.publish_from_disk(serving_fleet.models[0], keep_copy=False)
     lease = await serving_fleet.controller.begin_weight_update("0.999")
     async with engine_client(serving_fleet) as client:
         await client.check_weights("reset_tensors")
