@@ -3,6 +3,10 @@
 An engine answers 200 to a tensor whose name it does not know, and keeps its old values. On the first publication the
 old values may be equal to the new ones, since the engine loaded the same checkpoint from disk. So its tensors are
 overwritten with random numbers first (`reset_tensors`): a tensor whose checksum stays the same was not received.
+
+What this cannot see: the engine fuses tensors (query, key and value; gate and up), and one of which only a part arrived
+has another checksum too. A fleet of several engines sees it, since each keeps random numbers of its own there; for one
+engine it rests on the trainer, whose exported names are those that it found in the checkpoint, all of them.
 """
 
 from __future__ import annotations
