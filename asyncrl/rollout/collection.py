@@ -36,12 +36,12 @@ class Collection:
     max_drops: int
     max_filtered: int
     dropped: int = 0
-    """Groups with too few usable samples."""
+    """Groups with too few usable samples, or made by weights that are too old."""
     filtered: int = 0
     surplus: int = 0
     """Groups that no batch had room for."""
     reissued: int = 0
-    """Groups that were too old, or not finished at their deadline; their prompts were issued again."""
+    """Groups that were not finished at their deadline, or too old; their prompts were issued again."""
     reasons: Counter[str] = field(default_factory=Counter)
     failure: str = ""
     """What failed first."""

@@ -220,7 +220,7 @@ class Production:
         self._wake()
 
     def _judge(self, issue: Issue, group: SampleGroup, admission: Admission) -> RolloutError | None:
-        """Finishes a usable group; returns an error when filters leave nothing."""
+        """Finishes a usable group; returns an error when there is no end of groups that cannot be trained."""
         group_id = group.group_id
         usable = [sample for sample in group.samples if sample.reward is not None]
         self._events.emit(self._ledger.finish(group_id, len(usable), len(group.samples) - len(usable)))
@@ -230,12 +230,14 @@ class Production:
             admission.remove(group_id)
             del self._live[group_id]
             return self._collection.filter(objection)
-        if admission.finish(group_id, oldest_step(span for sample in usable for span in sample.versions)):
+        oldest = oldest_step(span for sample in usable for span in sample.versions)
+        if admission.finish(group_id, oldest):
             self._finished[group_id] = group
-        else:
-            self._remove(group_id, "made by weights that are too old for every batch to come")
-            self._issue_again(issue)
-        return None
+            return None
+        reason = "made by weights that are too old for every batch to come"
+        self._remove(group_id, reason)
+        self._issue_again(issue)
+        return self._collection.drop(reason, f"group {group_id}, weights of step {oldest}, batch {admission.step}")
 
     def _remove(self, group_id: str, reason: str) -> None:
         """Drops a group and frees its place."""

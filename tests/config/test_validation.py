@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.machine import Machine
-from asyncrl.config.named_code import BUILTIN_REWARDS, reasoning_gym_tasks
+from asyncrl.config.named_code import BUILTIN_FILTERS, BUILTIN_REWARDS, reasoning_gym_tasks
+from asyncrl.rollout import filters
 from asyncrl.rollout.rewards import builtin
 
 README = Path(__file__).parents[2] / "README.md"
@@ -27,6 +28,19 @@ README = Path(__file__).parents[2] / "README.md"
         (["--rollout.ignore-eos", "--rollout.stop", "x"], "rollout.ignore_eos", "ignores stop strings too"),
         (["--train.minibatches", "3"], "rollout.prompts_per_step", "8 prompts cannot be split evenly among 3"),
         (["--train.minibatches", "16"], "rollout.prompts_per_step", "use 16"),
+        (
+            ["--train.minibatches", "2", "--train.update-weights-interval", "3", "--rollout.max-staleness", "4"],
+            "rollout.max_staleness",
+            "2 * 3 - 1 = 5 step(s) ahead of the newest weights to sample from; use at least 5",
+        ),
+        (
+            ["--train.update-weights-interval", "2", "--eval.data.source", "train.jsonl", "--eval.every", "3"],
+            "eval.every",
+            "3 is no multiple of 2 (train.update_weights_interval)",
+        ),
+        (["--rollout.filters", "zero_varianc"], "rollout.filters", "did you mean zero_variance?"),
+        (["--rollout.filters", "zzz"], "rollout.filters", "known are zero_variance, and any package.module:function"),
+        (["--rollout.filters", "nowhere:judge"], "rollout.filters", "there is no module 'nowhere'"),
         (["--train.num-steps", "none", "--train.lr-decay", "cosine"], "train.lr_decay", "the length of the run"),
         (["--train.num-steps", "none", "--data.size", "3"], "data.size", "do not fill one batch of 8"),
         (["--model.context-length", "1024"], "model.context_length", "over the model's own limit of 512"),
@@ -125,6 +139,7 @@ def test_a_system_prompt_needs_a_tokenizer_with_a_chat_template(load, refused):
 
 
 def test_the_table_of_builtin_rewards_is_that_of_their_functions():
+    assert tuple(filters.BUILTIN) == BUILTIN_FILTERS
     functions = {name: function for name, function in vars(builtin).items() if name in BUILTIN_REWARDS}
     assert functions.keys() == BUILTIN_REWARDS.keys()
     for name, function in functions.items():

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy
+from asyncrl.rollout.retry import WAITED_OUT, FailureKind, RetryHistory, RetryPolicy
 
 COUNTED = [k for k in FailureKind if k not in (FailureKind.BUSY, FailureKind.UNREACHABLE, FailureKind.REFUSED)]
 
@@ -20,6 +20,13 @@ def test_counted_failures_are_retried_as_often_as_configured(kinds: list[Failure
         history, delay = policy.after(history, kind, 0.5)
         decisions.append(delay is not None)
     assert decisions == [True] * retries + [False] * (10 - retries)
+
+
+def test_aborts_by_updates_of_the_weights_cost_no_attempt() -> None:
+    policy = RetryPolicy(retries=0, patience_s=60, waited_out=WAITED_OUT | {FailureKind.ABORTED})
+    history, delay = policy.after(RetryHistory(), FailureKind.ABORTED, 0.5)
+    assert delay is not None and history.failures == 0
+    assert policy.after(history, FailureKind.SERVER_ERROR, 0.5)[1] is None
 
 
 @given(
