@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile
 export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
-.PHONY: demo test test-fast test-long quick-ranks quick-rest lint types install clean
+.PHONY: demo test test-fast test-long quick-half quick-rest lint types install clean
 
 install: $(STAMP)
 
@@ -30,21 +30,21 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# For the impatient: what needs no engine, in two halves side by side.
-RANKS := tests/host tests/training tests/weights
+# What needs no engine runs in two halves side by side; then whole jobs and real engines, one after the other.
+HALF  := tests/host tests/inference tests/training/megatron tests/weights
 QUICK := $(BIN)/python -m pytest -m "not long and not system" -p no:cacheprovider
 
-quick-ranks: $(STAMP)
-	$(QUICK) $(RANKS)
+quick-half: $(STAMP)
+	$(QUICK) $(HALF)
 
 quick-rest: $(STAMP)
-	$(QUICK) $(addprefix --ignore=,$(RANKS)) tests
+	$(QUICK) $(addprefix --ignore=,$(HALF)) tests
 
 test-fast: lint types
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-ranks quick-rest
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-half quick-rest
 
-test: lint types
-	$(BIN)/python -m pytest -m "not long"
+test: test-fast
+	$(BIN)/python -m pytest -m "system and not long"
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200
