@@ -53,7 +53,9 @@ class CatchUp:
         began = anyio.current_time()
         while True:
             published = self._updates.published
-            if published is None or engine.state is not EngineState.PENDING_WEIGHTS or self._updates.open_lease:
+            if published is None or engine.state is not EngineState.PENDING_WEIGHTS:
+                return
+            if self._updates.beginning or self._updates.open_lease:
                 return
             if published.directory is None or not engine.reads_copies:
                 reason = "no copy was kept" if engine.reads_copies else "it may not see the copy (weights.directory)"

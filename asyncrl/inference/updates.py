@@ -75,7 +75,9 @@ class WeightUpdates:
         self._book = LeaseBook()
         self._lock = anyio.Lock()
         self.ends = 0
-        """Leases that ended, their engines settled."""
+        """Leases that ended, their engines settled, and updates that did not come to one."""
+        self.beginning = 0
+        """Updates that are about to get a lease, or not to."""
         self._ended = anyio.Event()
         self._paused_at = 0.0
         self._expiry = anyio.CancelScope()
@@ -112,6 +114,16 @@ class WeightUpdates:
 
     async def begin(self, version: str) -> UpdateLease:
         """Pauses and opens every engine that can take weights; one that refuses is quarantined, the others go on."""
+        self.beginning += 1  # before anything is awaited: no engine starts to load what is about to be old
+        try:
+            return await self._begin(version)
+        except BaseException:
+            self._signal_end()  # engines that were left to this update look for a copy again
+            raise
+        finally:
+            self.beginning -= 1
+
+    async def _begin(self, version: str) -> UpdateLease:
         async with self._lock:
             lease_id = self._book.next_id(version)
             engines = [engine for engine in self._engines if engine.state in UPDATABLE]

@@ -52,7 +52,7 @@ async def test_an_engine_that_was_killed_serves_the_published_weights_again_and_
         assert fleet.engines[0].weights.digest == fleet.engines[1].weights.digest
         assert fleet.controller.fleet().engines[0].endpoint.generation == 1
         assert set(fleet.engines[1].calls[before:]) <= {"health_generate", "ping"}
-        assert "engine_caught_up" in fleet.kinds()
+        await eventually(lambda: "engine_caught_up" in fleet.kinds())
         assert fleet.controller.statistics().restarts == 1
     assert fleet.failures == []
 
@@ -133,6 +133,31 @@ async def test_an_engine_that_caught_up_while_a_publication_is_open_does_not_ser
         assert len(fleet.router.workers) == 1
         await fleet.controller.abort_weight_update(leases[0].lease_id, {}, untouched=True)
         await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
+
+
+async def test_an_update_right_after_one_that_was_given_up_finds_the_engine_free(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        for number in range(1, 4):
+            lease = await fleet.controller.begin_weight_update(f"0.{number}")
+            await fleet.controller.abort_weight_update(lease.lease_id, {})
+        await publish(fleet, "0.4", tmp_path)
+        assert serves(fleet, 0, "0.4")
+
+
+async def test_an_engine_that_an_update_could_not_open_takes_the_published_weights_back(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        lease = await fleet.controller.begin_weight_update("0.1")
+        await fleet.controller.abort_weight_update(lease.lease_id, {})
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await fleet.controller.begin_weight_update("0.2")
+        await eventually(lambda: serves(fleet, 0, "0.0"))
 
 
 async def test_an_update_waits_for_the_only_engine_that_is_being_started_again(start_fleet: StartFleet) -> None:
