@@ -13,6 +13,7 @@ PHASE_COLORS: Mapping[str, str] = {
     "startup": "bright_black",
     "warm-up": "blue",
     "generate": "cyan",
+    "wait": "cyan",
     "train": "magenta",
     "publish": "yellow",
     "eval": "green",

@@ -76,6 +76,16 @@ async def test_an_update_pauses_stamps_torn_and_serves_the_new_version(start_fle
         assert_nothing_paused_or_torn(fleet)
 
 
+@pytest.mark.parametrize(("on_update", "mode"), [("retract", "retract"), ("wait", "retract"), ("abort", "abort")])
+async def test_running_requests_are_paused_as_configured(start_fleet: StartFleet, on_update: str, mode: str) -> None:
+    async with start_fleet(1, weights={"on_update": on_update}) as fleet:
+        await publish(fleet, "0.0")
+        lease = await fleet.controller.begin_weight_update("0.1")
+        assert fleet.engines[0].generation.paused == mode
+        await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
+        assert_nothing_paused_or_torn(fleet)
+
+
 async def test_the_first_publication_is_probed_through_the_router(start_fleet: StartFleet) -> None:
     async with start_fleet(1) as fleet:
         await fleet.controller.wait_ready()
