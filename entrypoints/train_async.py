@@ -61,12 +61,15 @@ async def train(job: Job) -> None:
             await executor.commit(rollout_id)
 
         publication = None
-        if config.train.publishes(rollout_id, num_steps):
+        if config.train.publishes(rollout_id):
             with record.phase("publish"):
                 publication = await publish(job, components, trainer, rollout_id)
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
 
+    if not config.train.publishes(record.steps - 1):  # it ended between two publications
+        with record.phase("publish"):
+            await publish(job, components, trainer, record.steps - 1)
     if config.eval.data is not None and config.eval.at_end:
         await evaluate(job, controller, executor, record.steps)
     if config.run.export:

@@ -147,6 +147,17 @@ async def test_weights_are_published_at_the_interval_and_at_the_end(
     assert steps(calls, "publish") == expected and steps(calls, "commit") == list(range(num_steps))
 
 
+async def test_what_a_graceful_stop_leaves_is_published_before_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = await run(
+        "train_async",
+        monkeypatch,
+        stop_after="get 2",
+        train={"num_steps": 9, "update_weights_interval": 4},
+        eval={"data": {"source": "x.jsonl"}, "at_start": False},
+    )
+    assert calls[-4:-1] == ["commit 2", "publish 2", "evaluate 3"]
+
+
 async def test_engines_on_the_trainers_gpus_cannot_generate_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"engine\.gpus: .* run entrypoints/train\.py"):
         await run("train_async", monkeypatch, colocated=True)

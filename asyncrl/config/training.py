@@ -78,9 +78,9 @@ class TrainConfig(Section):
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
 
-    def publishes(self, rollout_id: int, num_rollouts: int) -> bool:
-        """Whether the weights are published after batch `rollout_id`, the last of `num_rollouts` included."""
-        return (rollout_id + 1) % self.update_weights_interval == 0 or rollout_id + 1 == num_rollouts
+    def publishes(self, rollout_id: int) -> bool:
+        """Whether the weights are due to be published after batch `rollout_id`."""
+        return (rollout_id + 1) % self.update_weights_interval == 0
 
 
 class WarmupConfig(Section):
