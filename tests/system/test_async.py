@@ -19,7 +19,8 @@ def test_engines_generate_ahead_and_every_group_is_accounted_for(
     tmp_path: Path, tiny_models: tuple[Path, Path]
 ) -> None:
     recipe = write_recipe(tmp_path, tiny_models[0], steps=4)
-    code, output, started = run(recipe, "--rollout.max_staleness", "1", timeout_s=240, entry=TRAIN_ASYNC)
+    options = ("--rollout.max_staleness", "1", "--rollout.max_new_tokens", "160", "--rollout.ignore_eos")
+    code, output, started = run(recipe, *options, timeout_s=240, entry=TRAIN_ASYNC)
     assert code == 0, output
 
     lines = [json.loads(line) for line in (started.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -31,6 +32,7 @@ def test_engines_generate_ahead_and_every_group_is_accounted_for(
         assert line["rollout/staleness_mean"] <= line["rollout/staleness_max"]
         assert line["rollout/samples"] == 16 and line["train/trained_tokens"] > 0
     assert trained[0]["train/logprob_diff_mean"] < 1e-4
+    assert any(line["rollout/staleness_mean"] % 1 for line in trained), "no response lived through an update"
 
     events = started.events()
     admitted = [event["group_id"] for event in events if event["kind"] == "group_admitted"]
