@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.data.fleet import EngineState
+from asyncrl.data.fleet import ACTOR, EngineState
 from asyncrl.observability.display import Display
 from asyncrl.observability.events import EventLog, LoopStarted, StepFinished
 from asyncrl.observability.metrics import MetricsLog, StepTimer
@@ -169,7 +169,7 @@ class Recorder:
 
     def _watch_engines(self, event: Mapping[str, Any]) -> None:
         """Tells the display how many engines serve; before the first step none does, and that is no news."""
-        if event["kind"] != "engine_state":
+        if event["kind"] != "engine_state" or event.get("model", ACTOR) != ACTOR:
             return
         self._engines[event["engine"]] = event["state"]
         if self._loop_began:

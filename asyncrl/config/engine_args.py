@@ -10,6 +10,7 @@ listed choices tell. (A plugin of SGLang's may add choices as it runs; those are
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -72,6 +73,10 @@ RESERVED: Mapping[str, str] = {
 """Arguments that the job sets or rules out itself → what to do instead."""
 
 
+_OWN = re.compile(r"engine\.(?=tensor_parallel|num_engines|gpus|max_)|model\.(?=path|context_length)")
+"""Settings that other engines have in their own section."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineArgument:
     """One argument of the engine."""
@@ -108,21 +113,22 @@ def engine_arguments() -> Mapping[str, EngineArgument]:
     return arguments
 
 
-def server_arg_problems(server_args: Mapping[str, Any]) -> list[Problem]:
-    """What the engine would refuse, and what the job sets itself."""
+def server_arg_problems(server_args: Mapping[str, Any], section: str = "engine") -> list[Problem]:
+    """What the engine would refuse, and what the job sets itself; they are those of the engines in `section`."""
     if not server_args:
         return []
     known = engine_arguments()
     alias_of = {alias: argument.name for argument in known.values() for alias in argument.aliases}
     problems = []
     for given, value in server_args.items():
-        key = f"{PREFIX}.{given}"
+        key = f"{section}.server_args.{given}"
         name = alias_of.get(given, given)
         if name in RESERVED:
-            problems.append(Problem(key, f"cannot be passed through: {RESERVED[name]}"))
+            reason = RESERVED[name] if section == "engine" else _OWN.sub(f"{section}.", RESERVED[name])
+            problems.append(Problem(key, f"cannot be passed through: {reason}"))
         elif name not in known:
             names = nearest(given, sorted({*known, *alias_of} - set(RESERVED)))
-            hint = did_you_mean(f"{PREFIX}.{near}" for near in names)
+            hint = did_you_mean(f"{section}.server_args.{near}" for near in names)
             problems.append(Problem(key, f"SGLang has no such server argument{hint}"))
         elif (expected := _refusal(known[name], value)) is not None:
             problems.append(Problem(key, f"{shown(given, value)} is not allowed; the engine expects {expected}"))

@@ -51,6 +51,8 @@ def print_help(stream: TextIO) -> None:
             table.add_column(ratio=2)
             sections.append((spec, table))
             continue
+        if spec.kind == "sections":  # described where its fields are
+            continue
         owner = next(table for section, table in reversed(sections) if spec.path[: len(section.path)] == section.path)
         described = Text(spec.help)
         described.append(f" [{spec.expects}; default {default_in_words(spec.default)}]", style="dim")

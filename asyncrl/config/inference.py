@@ -67,6 +67,44 @@ class EngineConfig(Section):
     """Longest time that an engine which is taken out of service may spend on the requests that it has."""
 
 
+class ServingConfig(Section):
+    """Engines beside those of the trained model; what is not said here is as in engine and router."""
+
+    num_engines: int = Field(default=1, ge=1)
+    """Engines to start."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks of one engine."""
+
+    gpus: tuple[int, ...] | None = None
+    """GPUs for these engines, by index among the visible ones; none takes the last that trainer and engines leave."""
+
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Size of the KV pool in tokens; none: as for the trained model's engines by default."""
+
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Requests that one engine decodes at once; none: as for the trained model's engines by default."""
+
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Any other SGLang server argument, by its name with underscores."""
+
+
+class ServedModelConfig(ServingConfig):
+    """A model that is served under a name of your choosing and never changes, behind a router of its own: a judge, or a
+    reference."""
+
+    path: Path | None = None
+    """Hugging Face directory; none: model.path, the policy as it was at the start."""
+
+    context_length: int | None = Field(default=None, ge=2)
+    """Longest prompt + response in tokens; none takes the model's own limit."""
+
+
+class EvalFleetConfig(ServingConfig):
+    """Engines for evaluation only, with a router of their own: started at the first evaluation, and brought to a
+    checkpoint before each, so that an evaluation holds up no publication. Without it the training engines evaluate."""
+
+
 class HealthConfig(Section):
     """Probes that find engines and routers that live and do not answer."""
 

@@ -21,7 +21,7 @@ from asyncrl.config.engine_args import PREFIX, RESERVED, engine_arguments
 from asyncrl.config.nearest import did_you_mean, nearest
 from asyncrl.config.problems import Problem
 from asyncrl.config.redaction import REDACTED
-from asyncrl.config.schema import FieldSpec, KeyPath, fields, settable_keys, table_of
+from asyncrl.config.schema import ANY_NAME, FieldSpec, KeyPath, fields, settable_keys, spec_of, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class Layers:
     def add_option(self, option: str, values: Sequence[str]) -> None:
         """Lays one `--key values…` of the command line on top."""
         path = _path_of(option.removeprefix("--"))
-        spec = fields().get(path)
+        spec = spec_of(path)
         table = table_of(path)
         key = ".".join(path)
-        if table is None and spec is not None and spec.kind == "section" and not spec.nullable:
+        if table is None and spec is not None and spec.kind in ("section", "sections") and not spec.nullable:
             self.problems.append(Problem(option, f"is a section; write {option}.KEY VALUE"))
             return
         if table is None and spec is None:
@@ -110,7 +110,7 @@ class Layers:
             if path in seen:
                 self.problems.append(Problem(key, "given twice, with dashes and with underscores", source))
             seen.add(path)
-            spec = fields().get(path)
+            spec = spec_of(path)
             inside = table_of(path)
             if inside is not None:
                 self._set(path, value, source)
@@ -121,7 +121,7 @@ class Layers:
             elif spec is None:
                 where = f"unknown key in {source}" if not source.startswith("--") else f"unknown key of {source}"
                 self.problems.append(Problem(key, where + self._suggestion(path)))
-            elif spec.kind in ("section", "table") and isinstance(value, Mapping):
+            elif spec.kind in ("section", "sections", "table") and isinstance(value, Mapping):
                 if not value and not any(known[: len(path)] == path and known != path for known in self.entries):
                     self._set(path, {}, source)
                 self._add_table(path, value, source)
@@ -278,7 +278,8 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
         return section
     if path[0] == "engine" and len(path) == 2 and path[1] in engine_arguments().keys() - RESERVED.keys():
         return (f"{PREFIX}.{path[1]}",)
-    return nearest(dotted, settable_keys())
+    known = [key.replace(f".{ANY_NAME}.", f".{path[1]}.") if len(path) > 1 else key for key in settable_keys()]
+    return nearest(dotted, known)
 
 
 def _sections() -> list[str]:

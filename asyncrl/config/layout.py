@@ -9,13 +9,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.root import Config
+from asyncrl.config.served import gpus_beside, served_beside
 from asyncrl.errors import EngineError
 
 Device = Literal["cpu", "cuda"]
@@ -74,6 +75,8 @@ class ProcessLayout:
     gpu_names: tuple[str, ...] = ()
     """Per visible GPU, its name for CUDA_VISIBLE_DEVICES."""
     external: tuple[ExternalEngine, ...] = ()
+    beside: Mapping[str, tuple[EnginePlacement, ...]] = field(default_factory=dict)
+    """Engines of models that are not trained, by the model's name, and under `eval` those that only evaluate."""
 
     @property
     def transports(self) -> frozenset[Transport]:
@@ -105,12 +108,17 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
     device: Device = "cuda" if machine.gpus else "cpu"
     if config.engine.device not in ("auto", device):
         problems.append(Problem("engine.device", _DEVICE_MISMATCH[device]))
+    beside = gpus_beside(config, machine, _trainer_gpus(machine), problems)
+    held = frozenset(gpu for group in beside.values() for gpus in group for gpu in gpus)
     engines: tuple[EnginePlacement, ...] = ()
     if config.engine.num_engines or not config.engine.external:
-        engines = _engines_on_gpus(config, machine, problems) if device == "cuda" else _engines_on_cpu(config, problems)
+        if device == "cuda":
+            engines = _engines_on_gpus(config, machine, held, problems)
+        else:
+            engines = _engines_on_cpu(config, problems)
     if problems:
         return None, problems
-    used = {gpu for engine in engines for gpu in engine.gpus} | set(_trainer_gpus(machine))
+    used = {gpu for engine in engines for gpu in engine.gpus} | set(_trainer_gpus(machine)) | held
     layout = ProcessLayout(
         device=device,
         dtype=config.model.dtype if config.model.dtype != "auto" else "bfloat16" if device == "cuda" else "float32",
@@ -131,6 +139,7 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
             ExternalEngine(f"external-{i}", url.rstrip("/"), _transport_apart(config))
             for i, url in enumerate(config.engine.external)
         ),
+        beside={name: _place_beside(name, group, machine, config) for name, group in beside.items()},
     )
     return layout, []
 
@@ -212,13 +221,32 @@ def _on_cpu(config: Config, engine_id: str) -> EnginePlacement:
     )
 
 
-def _engines_on_gpus(config: Config, machine: Machine, problems: list[Problem]) -> tuple[EnginePlacement, ...]:
+def _place_beside(
+    name: str, group: tuple[tuple[int, ...], ...], machine: Machine, config: Config
+) -> tuple[EnginePlacement, ...]:
+    size = served_beside(config)[name][1].tensor_parallel
+    return tuple(
+        EnginePlacement(
+            engine_id=f"{name}-{i}",
+            tensor_parallel=size,
+            gpus=gpus,
+            visible_devices=",".join(machine.gpus[gpu] for gpu in gpus),
+            colocated=False,
+            transport="disk",
+        )
+        for i, gpus in enumerate(group)
+    )
+
+
+def _engines_on_gpus(
+    config: Config, machine: Machine, held: Collection[int], problems: list[Problem]
+) -> tuple[EnginePlacement, ...]:
     size = config.engine.tensor_parallel
     trainers = set(_trainer_gpus(machine))
     if machine.local_world_size > len(machine.gpus):
         return ()
     before = len(problems)
-    pool = _engine_pool(config, machine, problems)
+    pool = _engine_pool(config, machine, held, problems)
     if len(problems) > before:
         return ()
     count = config.engine.num_engines or max(1, len(pool) // size)
@@ -268,21 +296,22 @@ def _engines_on_gpus(config: Config, machine: Machine, problems: list[Problem]) 
     return tuple(engines)
 
 
-def _engine_pool(config: Config, machine: Machine, problems: list[Problem]) -> tuple[int, ...]:
-    """GPUs that engines may use, in the order in which engines take them."""
+def _engine_pool(config: Config, machine: Machine, held: Collection[int], problems: list[Problem]) -> tuple[int, ...]:
+    """GPUs that engines may use, in the order in which engines take them; `held` are for others."""
     visible = range(len(machine.gpus))
     trainers = set(_trainer_gpus(machine))
     colocate = config.engine.colocate or len(machine.gpus) == 1
     if config.engine.gpus is None:
-        free = tuple(gpu for gpu in visible if gpu not in trainers)
+        free = tuple(gpu for gpu in visible if gpu not in trainers and gpu not in held)
         if colocate:
             return tuple(sorted(trainers))
         if not free:
             problems.append(
                 Problem(
                     "engine.gpus",
-                    f"trainer ranks use all {len(machine.gpus)} visible GPUs and none is left for engines; start fewer "
-                    "ranks (torchrun --nproc-per-node), or share GPUs with engine.colocate = true",
+                    f"trainer ranks{' and other models' if held else ''} use all {len(machine.gpus)} visible GPUs and "
+                    "none is left for engines; start fewer ranks (torchrun --nproc-per-node), or share GPUs with "
+                    "engine.colocate = true",
                 )
             )
         return free

@@ -25,7 +25,7 @@ from asyncrl.config.machine import Machine, rank_of
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.redaction import shown
 from asyncrl.config.root import Config
-from asyncrl.config.schema import FieldSpec, KeyPath, fields, table_of
+from asyncrl.config.schema import FieldSpec, KeyPath, spec_of, table_of
 from asyncrl.config.validation import config_problems
 
 
@@ -160,7 +160,7 @@ def build_config(layers: Layers) -> tuple[Config, list[Problem]]:
     """The config from the valid entries; the others are reported and stand at their defaults."""
     problems = []
     for path, entry in list(layers.entries.items()):
-        spec = fields().get(path)
+        spec = spec_of(path)
         if spec is not None and spec.kind == "scalar" and isinstance(entry.value, bool) and not spec.takes(bool):
             # Else true would pass as the number 1.
             problems.append(_refused(spec, path, entry.value, layers))
@@ -170,7 +170,7 @@ def build_config(layers: Layers) -> tuple[Config, list[Problem]]:
             return Config.model_validate(layers.nested()), problems
         except ValidationError as error:
             for path in dict.fromkeys(_known_path(detail["loc"]) for detail in error.errors()):
-                spec = fields().get(path) or table_of(path)
+                spec = spec_of(path) or table_of(path)
                 assert spec is not None, f"pydantic refused {path}, which is no field"
                 problems.append(_refused(spec, path, _value_at(layers.nested(), path), layers))
                 layers.forget(path)
@@ -185,7 +185,7 @@ def _known_path(location: tuple[int | str, ...]) -> KeyPath:
     """The field or table entry that a pydantic error is about; deeper parts are list indices and union members."""
     parts = tuple(str(part) for part in location)
     for length in range(len(parts), 0, -1):
-        spec = fields().get(parts[:length])
+        spec = spec_of(parts[:length])
         if spec is not None:
             return parts[: length + 1] if spec.kind == "table" and len(parts) > length else parts[:length]
     raise AssertionError(f"pydantic refused {location}, which is no field")

@@ -42,7 +42,7 @@ def _sections() -> Iterator[str]:
         if spec.kind == "section":
             yield f"\n## {spec.key}\n\n{spec.help}\n\n| setting | value | default | what it is |\n|---|---|---|---|"
             for field in fields().values():
-                if field.path[:-1] == spec.path and field.kind != "section":
+                if field.path[:-1] == spec.path and field.kind not in ("section", "sections"):
                     cells = (f"`{field.key}`", field.expects, f"`{default_in_words(field.default)}`", field.help)
                     yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -48,6 +48,15 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
         f"  {external.engine_id:<12} {external.url}, not started here, weights by {external.transport}"
         for external in layout.external
     )
+    for name, engines in layout.beside.items():
+        model = config.models.get(name)
+        what = "for evaluation, on demand" if model is None else f"{model.path or config.model.path}, never updated"
+        lines.append(f"  {f'router-{name}':<12} {'CPU':<16} {config.router.package}, a free port")
+        lines.extend(
+            f"  {engine.engine_id:<12} {'GPU ' + ','.join(map(str, engine.gpus)) if engine.gpus else 'CPU':<16} "
+            f"tensor parallel {engine.tensor_parallel}, {what}"
+            for engine in engines
+        )
     if config.reward.workers:
         lines.append(f"  {'rewards':<12} {'CPU':<16} {config.reward.workers} worker(s)")
     if layout.unused_gpus:

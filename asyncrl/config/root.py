@@ -6,7 +6,7 @@ from pydantic import Field
 
 from asyncrl.config.base import Section
 from asyncrl.config.data import DataConfig
-from asyncrl.config.inference import EngineConfig, HealthConfig, RouterConfig, WeightsConfig
+from asyncrl.config.inference import EngineConfig, HealthConfig, RouterConfig, ServedModelConfig, WeightsConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RewardConfig, RolloutConfig
 from asyncrl.config.run import EvalConfig, RunConfig
@@ -28,3 +28,5 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    models: dict[str, ServedModelConfig] = Field(default_factory=dict)
+    """Models that are served beside the trained one and never change, each in a section [models.NAME]."""

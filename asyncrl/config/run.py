@@ -9,6 +9,7 @@ from pydantic import Field
 
 from asyncrl.config.base import Section
 from asyncrl.config.data import DataConfig
+from asyncrl.config.inference import EvalFleetConfig
 
 
 class RunConfig(Section):
@@ -48,6 +49,8 @@ class EvalConfig(Section):
 
     data: DataConfig | None = None
     """Held-out prompts; none does no evaluation."""
+
+    fleet: EvalFleetConfig | None = None
 
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest response; none takes rollout.max_new_tokens."""

@@ -13,7 +13,7 @@ import tomlkit
 
 from asyncrl.config.redaction import redacted
 from asyncrl.config.root import Config
-from asyncrl.config.schema import KeyPath, fields
+from asyncrl.config.schema import KeyPath, spec_of
 
 _COMMENT_COLUMN = 44
 
@@ -30,9 +30,12 @@ def _section(path: KeyPath, values: Mapping[str, Any], sources: Mapping[str, str
         yield f"[{_key(path)}]"
     for name, value in values.items():
         inner = (*path, name)
-        spec = fields()[inner]
+        spec = spec_of(inner)
+        assert spec is not None
         if spec.kind == "section" and value is not None:
             below.append((inner, value))
+        elif spec.kind == "sections":
+            below += [((*inner, entry), section) for entry, section in value.items()]
         elif spec.kind == "table" and value:
             for entry, item in value.items():
                 yield _line(_key((name, entry)), redacted(entry, item), ".".join((*inner, entry)), sources)

@@ -16,6 +16,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.router_args import router_problems
+from asyncrl.config.served import served_problems
 from asyncrl.config.staleness import least_staleness
 
 _AGENT_GRACE_S = 30.0  # torchrun kills its ranks this long after it passed on a signal
@@ -34,6 +35,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_parallel_problems(config, facts),
         *_host_problems(config, machine),
         *external_problems(config),
+        *served_problems(config),
         *server_arg_problems(config.engine.server_args),
         *router_problems(config.router),
     ]

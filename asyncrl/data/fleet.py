@@ -5,7 +5,8 @@ Nothing here can reach an engine's process; whoever holds one of these can only 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -22,6 +23,10 @@ def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> st
     if sticky == "off":
         return None
     return sample_id.rpartition(".")[0] if sticky == "group" else sample_id
+
+
+ACTOR = "actor"
+"""Name of the model that is trained."""
 
 
 class EngineState(StrEnum):
@@ -58,7 +63,9 @@ class EngineStatus:
     endpoint: EngineEndpoint
     state: EngineState
     version: str | None
-    """Published version that the engine holds; None before the first."""
+    """Published version that the engine holds; None before the first, and of a model that never changes."""
+    model: str = ACTOR
+    """What it serves: the trained model, one of [models.NAME], or `eval`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,19 @@ class FleetView:
     router_url: str
     published_version: str | None
     engines: tuple[EngineStatus, ...]
+    """Those of the trained model first."""
+    model_urls: Mapping[str, str] = field(default_factory=dict)
+    """Routers of models that never change, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFleetInfo:
+    """Engines that only evaluate, all of which hold one checkpoint."""
+
+    router_url: str
+    version: str
+    """Of the checkpoint; every token that they make is stamped with it."""
+    engine_urls: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import aiohttp
 import anyio.to_thread
 
 from asyncrl.config import Config
-from asyncrl.config.inference import EngineConfig
+from asyncrl.config.inference import EngineConfig, ServingConfig
 from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.host import ProcessSpec
@@ -33,9 +33,11 @@ from asyncrl.observability.events import EventLog
 class ServedModel:
     """What all engines of one group have in common."""
 
+    name: str
     path: Path
-    config: EngineConfig
+    config: EngineConfig | ServingConfig
     context_length: int | None
+    frozen: bool = False
 
 
 class Builder:
@@ -83,7 +85,9 @@ class Builder:
             gpus=placement.gpus,
             colocated=placement.colocated,
         )
-        engine = ManagedEngine(endpoint, session=self._open_session, events=self._events)
+        engine = ManagedEngine(
+            endpoint, session=self._open_session, events=self._events, model=model.name, frozen=model.frozen
+        )
         argv = engine_argv(
             model.config,
             placement,

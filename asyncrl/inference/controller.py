@@ -11,9 +11,10 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
-from asyncrl.data.fleet import EngineState, FleetView, UpdateAck, UpdateLease
+from asyncrl.data.fleet import ACTOR, EvalFleetInfo, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.building import Builder, ServedModel
@@ -30,12 +31,14 @@ from asyncrl.inference.capacity import Capacity
 from asyncrl.inference.catch_up import CatchUp
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
+from asyncrl.inference.eval_fleet import EvalFleet
 from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.memory import Memory
+from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.updates import WeightUpdates
-from asyncrl.inference.verify import Checksums, abbreviate, differing
+from asyncrl.inference.verify import Checksums
+from asyncrl.inference.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:
@@ -49,7 +52,9 @@ class InferenceStatistics:
     """A snapshot of the controller."""
 
     engines: Mapping[str, int]
-    """State → engines in it."""
+    """State → engines in it, of the trained model."""
+    beside: Mapping[str, Mapping[str, int]]
+    """The same of other models, by name."""
     published_version: str | None
     open_lease: str | None
     updates_committed: int
@@ -69,6 +74,9 @@ class _Parts:
     actor: EngineGroup
     updates: WeightUpdates
     capacity: Capacity
+    task_group: TaskGroup
+    model: ServedModel
+    """The trained one."""
 
 
 class InferenceController:
@@ -91,7 +99,9 @@ class InferenceController:
         self._model_path = model_path
         self._builder = Builder(config, layout, run_dir=run_dir, events=events)
         self._memory = Memory(layout.device)
-        self._references: dict[str, Checksums] = {}
+        self._weights_check = WeightsCheck()
+        self._models = FrozenModels(config, layout, self._builder, host=host, events=events)
+        self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, events=events)
         self._parts: _Parts | None = None
 
     # start and end
@@ -102,7 +112,7 @@ class InferenceController:
         Raises ConfigError for a port that is taken.
         """
         self._builder.open()
-        model = ServedModel(self._model_path, self._config.engine, self._config.model.context_length)
+        model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
         self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model)
         parts.actor.start_router()
@@ -110,6 +120,7 @@ class InferenceController:
             parts.actor.start_engine(*self._builder.engine(placement, model))
         for external in self._layout.external:
             parts.actor.start_engine(self._builder.external(external), None)
+        self._models.start(task_group, model)
 
     def _build_actor(
         self, task_group: TaskGroup, routing: Routing, router_spec: ProcessSpec, model: ServedModel
@@ -121,7 +132,7 @@ class InferenceController:
             await follower.keep(engine)
 
         group = EngineGroup(
-            "the actor",
+            ACTOR,
             config,
             host=self._host,
             routing=routing,
@@ -148,14 +159,29 @@ class InferenceController:
             build=lambda placement: self._builder.engine(placement, model),
             events=self._events,
         )
-        return _Parts(group, updates, capacity)
+        return _Parts(group, updates, capacity, task_group, model)
 
     async def wait_ready(self) -> None:
-        """Returns when the router answers and every engine has generated; raises EngineError as soon as one cannot.
+        """Returns when the router answers and every engine has generated, and models beside are served.
 
-        Each start has its own deadline (`engine.start_timeout_s`, `router.start_timeout_s`).
+        Raises EngineError as soon as one cannot. Each start has its own deadline (`engine.start_timeout_s`,
+        `router.start_timeout_s`).
         """
-        await self._started.actor.wait_ready()
+        errors: list[EngineError] = []
+
+        async def one(wait: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await wait()
+            except EngineError as error:
+                errors.append(error)
+                task_group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(one, self._started.actor.wait_ready)
+            for model in self._models.groups.values():
+                task_group.start_soon(one, partial(self._models.wait_answering, model))
+        if errors:
+            raise errors[0]
 
     async def dispose(self) -> None:
         """Ends router and engines and frees their ports. May be called at any time, and again."""
@@ -164,7 +190,8 @@ class InferenceController:
                 ends.push_async_callback(self._builder.close)
                 if self._parts is not None:
                     self._parts.updates.close()
-                    ends.push_async_callback(self._parts.actor.stop)
+                    for group in self._groups:
+                        ends.push_async_callback(group.stop)
 
     # what the loop asks
 
@@ -184,8 +211,13 @@ class InferenceController:
         return FleetView(
             router_url=self.router_url,
             published_version=self._published_version,
-            engines=tuple(engine.status for engine in self._started.actor.engines),
+            engines=tuple(engine.status for group in self._groups for engine in group.engines),
+            model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
         )
+
+    def model_url(self, name: str) -> str:
+        """Where requests for the model of section [models.NAME] go; known once `start` has returned."""
+        return self._models.url(name)
 
     @property
     def router_url(self) -> str:
@@ -197,11 +229,14 @@ class InferenceController:
         lease = updates.open_lease
         return InferenceStatistics(
             engines=dict(Counter(engine.state.value for engine in actor.engines)),
+            beside={
+                group.name: dict(Counter(engine.state.value for engine in group.engines)) for group in self._groups[1:]
+            },
             published_version=self._published_version,
             open_lease=None if lease is None else lease.lease_id,
             updates_committed=updates.committed,
             updates_aborted=updates.aborted,
-            restarts=actor.restarts,
+            restarts=sum(group.restarts for group in self._groups),
             paused_s=updates.paused_s,
             start_s=actor.start_s,
         )
@@ -243,10 +278,10 @@ class InferenceController:
 
     def health_monitoring_pause(self) -> None:
         """No engine is probed until `health_monitoring_resume`; ends of processes are still noticed."""
-        self._started.actor.pause_health(True)
+        self._pause_health(True)
 
     def health_monitoring_resume(self) -> None:
-        self._started.actor.pause_health(False)
+        self._pause_health(False)
 
     async def check_weights(self, action: CheckAction, skip_list: Sequence[str] = ()) -> Mapping[str, Checksums]:
         """Runs the weight checker on all live engines; returns their checksums for `checksum`, else nothing.
@@ -254,21 +289,7 @@ class InferenceController:
         `compare` (with the last `snapshot`) raises EngineError naming the tensors that differ. Both work on checksums,
         since the engine's own comparison needs a GPU.
         """
-        results: dict[str, Checksums] = {}
-        read: CheckAction = "checksum" if action in ("snapshot", "compare") else action
-
-        async def one(engine: ManagedEngine) -> None:
-            results[engine.engine_id] = await engine.client.check_weights(read, skip_list)
-
-        async with anyio.create_task_group() as task_group:
-            for engine in self._started.actor.engines:
-                if engine.state in LIVE and engine.state is not EngineState.STARTING:
-                    task_group.start_soon(one, engine)
-        if action == "snapshot":
-            self._references = results
-        if action == "compare":
-            self._compare(results)
-        return results if action == "checksum" else {}
+        return await self._weights_check.run(self._started.actor.engines, action, skip_list)
 
     # capacity
 
@@ -288,6 +309,30 @@ class InferenceController:
         the last engine that serves, unless `force`.
         """
         await self._started.capacity.stop(engine_id, force=force)
+
+    # evaluation on engines of its own
+
+    async def start_eval_fleet(self) -> None:
+        """Starts the engines of `eval.fleet`, which else `pin_eval_fleet` does, and returns when they have generated.
+
+        Raises EngineError where there are none, or they cannot start.
+        """
+        await self._eval_fleet.start(self._started.task_group, self._started.model)
+
+    async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
+        """Brings every engine of `eval.fleet` to the weights in `hf_dir`, called `version`; None: to those published.
+
+        Raises EngineError where that cannot be; an evaluation is skipped then, and the job goes on.
+        """
+        published = self._started.updates.published
+        directory = hf_dir if hf_dir is not None or published is None else published.directory
+        version = version or self._published_version
+        if directory is None or version is None:
+            raise EngineError(
+                "there is no copy of published weights to evaluate; set weights.keep_published to always, or give a "
+                "checkpoint and its version"
+            )
+        return await self._eval_fleet.pin(self._started.task_group, self._started.model, directory, version)
 
     # memory
 
@@ -317,6 +362,16 @@ class InferenceController:
             )
         await self._started.actor.wait_serving(purpose)
 
+    def _pause_health(self, paused: bool) -> None:
+        for group in self._groups:
+            group.pause_health(paused)
+
+    @property
+    def _groups(self) -> list[EngineGroup]:
+        """All models that are served, the trained one first."""
+        on_demand = self._eval_fleet.group
+        return [self._started.actor, *self._models.groups.values(), *([] if on_demand is None else [on_demand])]
+
     @property
     def _published_version(self) -> str | None:
         published = self._started.updates.published
@@ -327,15 +382,3 @@ class InferenceController:
         if self._parts is None:
             raise EngineError("the fleet was not started; await start() first")
         return self._parts
-
-    def _compare(self, results: Mapping[str, Checksums]) -> None:
-        different = {
-            engine_id: differing(self._references[engine_id], sums)
-            for engine_id, sums in results.items()
-            if engine_id in self._references
-        }
-        told = "; ".join(f"{engine_id}: {abbreviate(names)}" for engine_id, names in different.items() if names)
-        if not different:
-            raise EngineError("no snapshot to compare with; await check_weights('snapshot') first")
-        if told:
-            raise EngineError(f"weights differ from the snapshot in {told}")

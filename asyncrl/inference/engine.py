@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 
-from asyncrl.data.fleet import EngineEndpoint, EngineState, EngineStatus
+from asyncrl.data.fleet import ACTOR, EngineEndpoint, EngineState, EngineStatus
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine_api import EngineClient, EngineRequestError
 from asyncrl.inference.events import EngineStateChanged
@@ -38,7 +38,12 @@ class ManagedEngine:
         *,
         session: aiohttp.ClientSession,
         events: EventLog,
+        model: str = ACTOR,
+        frozen: bool = False,
     ) -> None:
+        """`model` is the name of what it serves; `frozen`: its weights never change."""
+        self.model = model
+        self.frozen = frozen
         self.endpoint = endpoint
         self.state = EngineState.STARTING
         self.moves = 0
@@ -68,7 +73,7 @@ class ManagedEngine:
 
     @property
     def status(self) -> EngineStatus:
-        return EngineStatus(self.endpoint, self.state, self.version)
+        return EngineStatus(self.endpoint, self.state, self.version, self.model)
 
     def renew(self) -> None:
         """A new process is about to bear this id: a new generation, which holds no weights of the run."""
@@ -80,11 +85,12 @@ class ManagedEngine:
 
     def move(self, to: EngineState, reason: str | None = None) -> None:
         """Changes the state; raises IllegalTransition where life does not lead there."""
-        previous, self.state = self.state, transition(self.engine_id, self.state, to)
+        previous, self.state = self.state, transition(self.engine_id, self.state, to, frozen=self.frozen)
         self.moves += 1
         self._events.emit(
             EngineStateChanged(
                 engine=self.engine_id,
+                model=self.model,
                 generation=self.endpoint.generation,
                 previous=previous,
                 state=to,

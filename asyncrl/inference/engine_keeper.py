@@ -160,6 +160,8 @@ class EngineKeeper:
                 task_group.start_soon(self._routing.remove, engine)
                 # Its requests end with it and are sent elsewhere: a router that is slow to forget must not delay that.
                 await anyio.sleep(HEAD_START_S)
+                if engine.state is not EngineState.QUARANTINED:  # it ended by itself, and the next bears its name
+                    return
                 with contextlib.suppress(EngineError):  # the host is gone, and every process with it
                     await self._host.kill(engine.engine_id)
 
@@ -185,7 +187,8 @@ class EngineKeeper:
             return
         engine.shared_memory = await anyio.to_thread.run_sync(mapped_files, pid)
         working = await anyio.to_thread.run_sync(working_processes, pid)
-        engine.move(EngineState.PENDING_WEIGHTS)
+        if not engine.frozen:
+            engine.move(EngineState.PENDING_WEIGHTS)
         self.has_generated = True
         self._on_ready()
         async with anyio.create_task_group() as task_group:

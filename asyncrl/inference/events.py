@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from asyncrl.data.fleet import ACTOR
 from asyncrl.observability.events import Event
 
 
@@ -18,6 +19,8 @@ class EngineStateChanged(Event):
     previous: str
     state: str
     version: str | None
+    model: str = ACTOR
+    """What the engine serves."""
     reason: str | None = None
 
 
@@ -79,6 +82,16 @@ class EngineStopped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFleetPinned(Event):
+    """The engines that only evaluate hold a checkpoint, each by its own word."""
+
+    kind: ClassVar[str] = "eval_fleet_pinned"
+    version: str
+    engines: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRestarted(Event):
     """A new router answers and knows the engines of the old one."""
 
@@ -91,9 +104,10 @@ class RouterRestarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetReady(Event):
-    """Router and engines answered; engines wait for weights."""
+    """Router and engines of a model answered; engines of the trained one wait for weights."""
 
     kind: ClassVar[str] = "fleet_ready"
+    model: str = ACTOR
     engines: int
     seconds: float
     """From start to the last engine's first generation."""

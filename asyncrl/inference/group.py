@@ -52,8 +52,13 @@ class EngineGroup:
         events: EventLog,
         task_group: TaskGroup,
         catch_up: CatchUpEngine,
+        essential: bool = True,
     ) -> None:
-        """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives."""
+        """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives.
+
+        Of a group that is not `essential`, a failure is told to whoever waits for it and ends nothing else.
+        """
+        self._essential = essential
         self.name = name
         self.engines: list[ManagedEngine] = []
         """All that were ever started, in the order of their start."""
@@ -218,7 +223,7 @@ class EngineGroup:
     async def _wait(self, satisfied: Callable[[], bool], purpose: str) -> None:
         timeout_s = self._config.engine.start_timeout_s + self._config.router.start_timeout_s
         try:
-            with waiting(purpose, self.name, timeout_s):
+            with waiting(purpose, f"the engines of {self.name}", timeout_s):
                 while True:
                     self.check()
                     if satisfied():
@@ -256,13 +261,15 @@ class EngineGroup:
         if isinstance(failure, EngineError) and not self._stopping:
             self._failure = self._failure or failure
             self._notify()
-            raise failure
+            if self._essential:
+                raise failure
+            _log.error("a model is served no more; the job goes on", model=self.name, reason=str(failure))
 
     def _engine_generated(self) -> None:
         expected = self._expected()
         if self.start_s is None and all(keeper.has_generated for keeper in expected):
             self.start_s = anyio.current_time() - self._started_at
-            self._events.emit(FleetReady(engines=len(expected), seconds=self.start_s))
+            self._events.emit(FleetReady(model=self.name, engines=len(expected), seconds=self.start_s))
         self._notify()
 
 

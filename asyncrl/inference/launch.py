@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.engine_args import engine_arguments
-from asyncrl.config.inference import EngineConfig, RouterConfig
+from asyncrl.config.inference import EngineConfig, RouterConfig, ServingConfig
 from asyncrl.config.layout import Device, DType, EnginePlacement
 from asyncrl.inference.cpu_platform import PLATFORM_NAME
 from asyncrl.inference.ports import EnginePorts
@@ -26,7 +26,7 @@ _ENGINE_KEEP_ALIVE_S = 600
 
 
 def engine_argv(
-    config: EngineConfig,
+    config: EngineConfig | ServingConfig,
     placement: EnginePlacement,
     ports: EnginePorts,
     *,

@@ -64,6 +64,12 @@ def _engine_state(event: Record) -> str:
     return text + (f": {event['reason']}" if event.get("reason") else "")
 
 
+def _fleet_ready(event: Record) -> str:
+    model = event.get("model", "actor")
+    engines = "engines" if model == "actor" else f"engines of {model}"
+    return f"{event.get('engines', '?')} {engines} ready after " + "{seconds:.1f} s".format_map(_Fields(event))
+
+
 def _engine_stopped(event: Record) -> str:
     left = "" if event.get("drained", True) else "; requests that it still had were given up"
     return "stopped on request after {seconds:.1f} s".format_map(_Fields(event)) + left
@@ -135,12 +141,13 @@ _TIMELINE: Mapping[str, _Wording] = {
     "fault_seen": _Wording("{component}", "{what}", fault=True),
     "events_lost": _Wording("event log", "{count} events before this one were lost", fault=True),
     "checkpoint_written": _Wording("driver", "step {step} written to {path} in {seconds:.1f} s"),
-    "fleet_ready": _Wording("controller", "{engines} engines ready after {seconds:.1f} s"),
+    "fleet_ready": _Wording("controller", _fleet_ready),
     "engine_state": _Wording("{engine}", _engine_state),
     "engine_exited": _Wording("{engine}", "process {pid} ended unasked with {returncode}", fault=True),
     "process_restarting": _Wording("{name}", "restart {restarts} follows in {delay_s:.1f} s: {reason}", fault=True),
     "process_given_up": _Wording("{name}", "given up after {restarts} restarts: {reason}", fault=True),
     "engine_caught_up": _Wording("{engine}", "caught up with weights {version} in {seconds:.1f} s and serves"),
+    "eval_fleet_pinned": _Wording("evaluation", "{engines} engines hold weights {version} after {seconds:.1f} s"),
     "engine_stopped": _Wording("{engine}", _engine_stopped),
     "router_restarted": _Wording("{router}", "answers again after {seconds:.1f} s and knows {engines} engines"),
     "weight_update_aborted": _Wording("weights", "update to {version} given up: {reason}", fault=True),

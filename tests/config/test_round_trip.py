@@ -15,7 +15,7 @@ from asyncrl.config.layers import Layers
 from asyncrl.config.loading import build_config
 from asyncrl.config.redaction import is_secret
 from asyncrl.config.root import Config
-from asyncrl.config.schema import FieldSpec, KeyPath, fields
+from asyncrl.config.schema import ANY_NAME, FieldSpec, KeyPath, fields
 from asyncrl.config.toml import config_toml
 
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
@@ -66,6 +66,10 @@ def sections(model: type[BaseModel], path: KeyPath = ()) -> st.SearchStrategy[An
             drawn[name] = sections(inner, spec.path)
             if spec.nullable:
                 drawn[name] |= st.none()
+        elif spec.kind == "sections":
+            names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+            inside = sections(get_args(info.annotation)[1], (*spec.path, ANY_NAME))
+            drawn[name] = st.dictionaries(names, inside, max_size=2)
         else:
             drawn[name] = values(spec, info.metadata)
     return st.fixed_dictionaries({}, optional=drawn).map(lambda chosen: model(**chosen))

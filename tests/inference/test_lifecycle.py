@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from asyncrl.data.fleet import EngineState
-from asyncrl.inference.lifecycle import LIVE, TRANSITIONS, UPDATABLE, IllegalTransition, transition
+from asyncrl.inference.lifecycle import FROZEN_TRANSITIONS, LIVE, TRANSITIONS, UPDATABLE, IllegalTransition, transition
 
 
 def test_an_engine_serves_only_after_an_update_or_out_of_offload() -> None:
@@ -31,6 +31,15 @@ def test_the_dead_return_only_by_starting() -> None:
 def test_every_state_has_its_row_and_every_updatable_state_leads_to_updating() -> None:
     assert set(TRANSITIONS) == set(EngineState)
     assert all(EngineState.UPDATING in TRANSITIONS[state] for state in UPDATABLE)
+
+
+def test_an_engine_whose_weights_never_change_serves_at_once_and_is_never_updated() -> None:
+    assert transition("judge-0", EngineState.STARTING, EngineState.SERVING, frozen=True) is EngineState.SERVING
+    reachable = {state for nexts in FROZEN_TRANSITIONS.values() for state in nexts}
+    assert not reachable & {EngineState.PENDING_WEIGHTS, EngineState.UPDATING, EngineState.OFFLOADED}
+    assert reachable == set(FROZEN_TRANSITIONS)
+    with pytest.raises(IllegalTransition):
+        transition("judge-0", EngineState.SERVING, EngineState.UPDATING, frozen=True)
 
 
 def test_what_is_not_listed_is_refused() -> None:

@@ -37,7 +37,7 @@ class ScriptedHost:
 
     def __init__(self, engines: Mapping[str, ScriptedEngine], router: ScriptedRouter) -> None:
         self.servers: dict[str, ScriptedServer] = {**engines, "router": router}
-        """Process name → what is started under it; may be changed between spawns."""
+        """Process name → what is started under it; may be added to and changed between spawns."""
         self.specs: dict[str, ProcessSpec] = {}
         """Of the newest process of each name."""
         self.spawned: list[str] = []

@@ -1,0 +1,195 @@
+"""The engines that only evaluate: started when they are first needed, pinned to one checkpoint at a time.
+
+Invariants
+- No engine of it serves anything but the pinned checkpoint: one that is started again loads that first, and a pin that
+  fails leaves none that serves.
+- A pin is believed when every engine has said, after loading, which version it holds, and the router has answered with
+  that version. Until then nothing is evaluated.
+- Whatever goes wrong here is an EngineError for whoever asked, never the end of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asyncrl.config import Config
+from asyncrl.config.layout import ProcessLayout
+from asyncrl.config.served import EVAL
+from asyncrl.data.fleet import EngineState, EvalFleetInfo
+from asyncrl.errors import EngineError
+from asyncrl.inference.building import Builder, ServedModel
+from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.engine_api import EngineRequestError
+from asyncrl.inference.events import EvalFleetPinned
+from asyncrl.inference.group import EngineGroup
+from asyncrl.inference.routing import Routing
+from asyncrl.inference.sessions import on_each, reason_of
+from asyncrl.observability.events import EventLog
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    directory: Path
+    version: str
+
+
+class EvalFleet:
+    """The group of `eval.fleet`."""
+
+    def __init__(
+        self, config: Config, layout: ProcessLayout, builder: Builder, *, host: EngineHost, events: EventLog
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._builder = builder
+        self._host = host
+        self._events = events
+        self._group: EngineGroup | None = None
+        self._pinned: _Checkpoint | None = None
+        self._lock = anyio.Lock()
+
+    @property
+    def group(self) -> EngineGroup | None:
+        """None until it was started."""
+        return self._group
+
+    async def start(self, task_group: TaskGroup, model: ServedModel) -> None:
+        """Starts router and engines, if they were not, and returns when all have generated.
+
+        `model` is the trained one. Raises EngineError where there is no `eval.fleet`, or it cannot start.
+        """
+        await self._started(task_group, model).wait_ready()
+
+    async def pin(self, task_group: TaskGroup, model: ServedModel, directory: Path, version: str) -> EvalFleetInfo:
+        """Brings every engine to the checkpoint in `directory` (Hugging Face names), to be known as `version`.
+
+        Raises EngineError where one cannot be brought there in two attempts; none serves then.
+        """
+        async with self._lock:
+            began = anyio.current_time()
+            self._pinned = None
+            group = self._started(task_group, model)
+            checkpoint = _Checkpoint(directory, version)
+            for last in (False, True):
+                try:
+                    engines = await self._try(group, checkpoint)
+                    break
+                except EngineError:
+                    group.check()
+                    if last:
+                        raise
+            self._pinned = checkpoint
+            urls = tuple(engine.endpoint.url for engine in engines)
+            seconds = anyio.current_time() - began
+            self._events.emit(EvalFleetPinned(version=version, engines=len(urls), seconds=seconds))
+            return EvalFleetInfo(router_url=group.routing.router.url, version=version, engine_urls=urls)
+
+    async def _try(self, group: EngineGroup, checkpoint: _Checkpoint) -> list[ManagedEngine]:
+        """Brings all engines that are wanted to the checkpoint, and waits for those that start; raises EngineError."""
+        await group.wait_ready()
+        await group.wait_updatable(len(group.engines), f"an evaluation of weights {checkpoint.version}")
+        engines = [engine for engine in group.engines if group.is_wanted(engine)]
+        for engine in engines:
+            engine.move(EngineState.UPDATING, f"to be pinned to weights {checkpoint.version}")
+        try:
+            failed = await on_each(engines, lambda engine: _load(engine, checkpoint, group))
+            if failed:
+                told = "; ".join(f"{engine_id}: {reason}" for engine_id, reason in failed.items())
+                raise EngineError(f"weights {checkpoint.version} cannot be evaluated: {told}")
+            await self._serve(group, engines, checkpoint.version)
+        except BaseException as error:
+            await self._take_back(group, engines, reason_of(error))
+            raise
+        return engines
+
+    def _started(self, task_group: TaskGroup, model: ServedModel) -> EngineGroup:
+        settings = self._config.eval.fleet
+        if settings is None:
+            raise EngineError("there are no engines for evaluation only; add a section [eval.fleet]")
+        if self._group is not None:
+            return self._group
+        router, spec = self._builder.router(f"router-{EVAL}")
+        self._group = group = EngineGroup(
+            EVAL,
+            self._config,
+            host=self._host,
+            routing=Routing(router),
+            router_spec=spec,
+            events=self._events,
+            task_group=task_group,
+            catch_up=self._follow,
+            essential=False,
+        )
+        group.start_router()
+        served = ServedModel(EVAL, model.path, settings, model.context_length)
+        for placement in self._layout.beside[EVAL]:
+            group.start_engine(*self._builder.engine(placement, served))
+        return group
+
+    async def _follow(self, engine: ManagedEngine) -> None:
+        """Brings an engine that was started again to what is pinned; without that it waits for the next pin."""
+        async with self._lock:
+            checkpoint, group = self._pinned, self._group
+            if checkpoint is None or group is None or engine.state is not EngineState.PENDING_WEIGHTS:
+                return
+            if not checkpoint.directory.exists():  # an older copy is not kept for ever
+                return
+            engine.move(EngineState.UPDATING, f"pinned to weights {checkpoint.version}")
+            try:
+                await _load(engine, checkpoint, group)
+                await self._serve(group, [engine], checkpoint.version)
+            except (EngineError, TimeoutError) as error:
+                await group.quarantine(engine, f"it could not be pinned: {reason_of(error)}")
+
+    async def _serve(self, group: EngineGroup, engines: Iterable[ManagedEngine], version: str) -> None:
+        for engine in engines:
+            if engine.state is not EngineState.UPDATING:
+                raise EngineError(f"{engine.engine_id} is {engine.state}: {engine.failure}")
+            engine.version = version
+            engine.move(EngineState.SERVING, f"pinned to weights {version}")
+        for engine in engines:
+            await group.routing.add(engine)
+        await group.routing.router.probe(version)
+
+    async def _take_back(self, group: EngineGroup, engines: Iterable[ManagedEngine], reason: str) -> None:
+        with anyio.CancelScope(shield=True):  # bounded by the router's deadline
+            for engine in engines:
+                await group.routing.remove(engine)
+                if engine.state is EngineState.SERVING:
+                    engine.move(EngineState.UPDATING, reason)
+                if engine.state is EngineState.UPDATING:
+                    engine.version = None
+                    engine.move(EngineState.PENDING_WEIGHTS, reason)
+
+
+async def _load(engine: ManagedEngine, checkpoint: _Checkpoint, group: EngineGroup) -> None:
+    """Loads the checkpoint and reads back what the engine holds; raises EngineError.
+
+    An engine that refuses keeps what it held. One that does not answer is taken out of service.
+    """
+    await group.routing.remove(engine)
+    client = engine.client
+    try:
+        await client.abort_all()  # of an evaluation that was given up; else loading would wait for its last request
+        await client.set_version(f"torn:{checkpoint.version}")
+        await client.update_from_disk(str(checkpoint.directory))
+        await client.set_version(checkpoint.version)
+        info = await client.model_info()
+    except EngineRequestError as error:
+        if error.status is None and engine.state is EngineState.UPDATING:
+            await group.quarantine(engine, f"it could not be pinned: {error}")
+        raise
+    if (info.weight_version, info.model_path) != (checkpoint.version, str(checkpoint.directory)):
+        raise EngineError(
+            f"{engine.engine_id} holds weights {info.weight_version!r} of {info.model_path} after it was told to load "
+            f"{checkpoint.version!r} of {checkpoint.directory}"
+        )

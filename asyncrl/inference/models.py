@@ -1,0 +1,113 @@
+"""Models that are served beside the trained one and never change: each a group of engines behind its own router.
+
+Invariants
+- They have no version and take no part in weight updates. An engine of theirs serves as soon as it has generated, and
+  is kept running as any other.
+- A model that cannot be served any more ends the job, as the trained one does: whoever asks it would wait in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asyncrl.config import Config
+from asyncrl.config.layout import EnginePlacement, ProcessLayout
+from asyncrl.data.fleet import EngineState
+from asyncrl.errors import EngineError
+from asyncrl.inference.building import Builder, ServedModel
+from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.group import EngineGroup
+from asyncrl.inference.router import POLL_S
+from asyncrl.inference.routing import Routing
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
+
+
+class FrozenModels:
+    """The groups of `[models.NAME]`."""
+
+    def __init__(
+        self, config: Config, layout: ProcessLayout, builder: Builder, *, host: EngineHost, events: EventLog
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._builder = builder
+        self._host = host
+        self._events = events
+        self._groups: dict[str, EngineGroup] = {}
+
+    @property
+    def groups(self) -> Mapping[str, EngineGroup]:
+        """By name; empty before `start`."""
+        return self._groups
+
+    def start(self, task_group: TaskGroup, default: ServedModel) -> None:
+        """Starts them all; `default` is the trained model, as it is on disk."""
+        for name, settings in self._config.models.items():
+            model = ServedModel(
+                name,
+                settings.path or default.path,
+                settings,
+                settings.context_length,
+                frozen=True,
+            )
+            self._groups[name] = self._start_group(task_group, model, self._layout.beside[name])
+
+    def _start_group(
+        self, task_group: TaskGroup, model: ServedModel, placements: tuple[EnginePlacement, ...]
+    ) -> EngineGroup:
+        router, spec = self._builder.router(f"router-{model.name}")
+        routing = Routing(router)
+
+        async def serve(engine: ManagedEngine) -> None:
+            engine.move(EngineState.SERVING, "its weights never change")
+            try:
+                await routing.add(engine)
+            except EngineError as error:
+                await group.quarantine(engine, str(error))
+
+        group = EngineGroup(
+            model.name,
+            self._config,
+            host=self._host,
+            routing=routing,
+            router_spec=spec,
+            events=self._events,
+            task_group=task_group,
+            catch_up=serve,
+        )
+        group.start_router()
+        for placement in placements:
+            group.start_engine(*self._builder.engine(placement, model))
+        return group
+
+    async def wait_answering(self, group: EngineGroup) -> None:
+        """Returns when one of the models has answered through its router; raises EngineError where it cannot."""
+        await group.wait_recovered()
+        last = ""
+        try:
+            with waiting("answer", f"the router of {group.name}", self._config.router.start_timeout_s):
+                while True:
+                    try:
+                        await group.routing.router.probe(None)
+                        return
+                    except EngineError as error:
+                        last = str(error)
+                    await anyio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise EngineError(f"{error}; last: {last}") from error
+
+    def url(self, name: str) -> str:
+        """Where requests for a model go; raises EngineError for one that is not served."""
+        group = self._groups.get(name)
+        if group is None:
+            known = ", ".join(self._groups) or "none"
+            raise EngineError(f"no model is served as {name!r}; there are: {known} (each has a section [models.NAME])")
+        return group.routing.router.url

@@ -1,0 +1,56 @@
+"""The engines' weight checker, asked of all at once; `compare` is done by checksums.
+
+The engine's own comparison needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import anyio
+
+from asyncrl.data.fleet import EngineState
+from asyncrl.errors import EngineError
+from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.engine_api import CheckAction
+from asyncrl.inference.lifecycle import LIVE
+from asyncrl.inference.verify import Checksums, abbreviate, differing
+
+
+class WeightsCheck:
+    """Remembers the last snapshot."""
+
+    def __init__(self) -> None:
+        self._references: dict[str, Checksums] = {}
+
+    async def run(
+        self, engines: Sequence[ManagedEngine], action: CheckAction, skip_list: Sequence[str]
+    ) -> Mapping[str, Checksums]:
+        """Checksums of all live engines for `checksum`, else nothing; `compare` raises EngineError as told there."""
+        results: dict[str, Checksums] = {}
+        read: CheckAction = "checksum" if action in ("snapshot", "compare") else action
+
+        async def one(engine: ManagedEngine) -> None:
+            results[engine.engine_id] = await engine.client.check_weights(read, skip_list)
+
+        async with anyio.create_task_group() as task_group:
+            for engine in engines:
+                if engine.state in LIVE and engine.state is not EngineState.STARTING:
+                    task_group.start_soon(one, engine)
+        if action == "snapshot":
+            self._references = results
+        if action == "compare":
+            self._compare(results)
+        return results if action == "checksum" else {}
+
+    def _compare(self, results: Mapping[str, Checksums]) -> None:
+        different = {
+            engine_id: differing(self._references[engine_id], sums)
+            for engine_id, sums in results.items()
+            if engine_id in self._references
+        }
+        told = "; ".join(f"{engine_id}: {abbreviate(names)}" for engine_id, names in different.items() if names)
+        if not different:
+            raise EngineError("no snapshot to compare with; await check_weights('snapshot') first")
+        if told:
+            raise EngineError(f"weights differ from the snapshot in {told}")
