@@ -94,10 +94,16 @@ async def publish(
 
 
 async def evaluate(job: Job, controller: InferenceController, executor: RolloutExecutor, step: int) -> None:
-    """Evaluates the published policy, `step` steps trained, on the held-out prompts of `eval.data`."""
+    """Evaluates the published policy, `step` steps trained, on the held-out prompts of `eval.data`.
+
+    On the engines of `eval.fleet` where there are some: they are brought to the published weights first.
+    """
     with job.record.phase("eval"):
         try:
-            await controller.prepare_eval()
+            if job.config.eval.fleet is None:
+                await controller.prepare_eval()
+            else:
+                executor.set_eval_fleet(await controller.pin_eval_fleet())
         except AsyncRLError as error:
             report = executor.report_eval_skip(step, str(error))
         else:

@@ -40,13 +40,14 @@ class Noted:
             yield
             self._calls.append(f"{self._name}.{method} ended")
 
-        return {"set_weight_version": note, "updating": around}.get(method, call)
+        return {"set_weight_version": note, "set_eval_fleet": note, "updating": around}.get(method, call)
 
 
 def a_job(colocated: bool) -> Any:
     record = SimpleNamespace(phase=lambda name: nullcontext(), points=[], exported=lambda path: None)
     record.evaluated = lambda *point: record.points.append(point)
     return SimpleNamespace(
+        config=SimpleNamespace(eval=SimpleNamespace(fleet=None)),
         layout=SimpleNamespace(colocated=colocated),
         record=record,
         run=SimpleNamespace(export="DIR"),
@@ -107,3 +108,19 @@ async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
     controller: Any = Noted("engines", [], prepare_eval=EngineError("engine-0: gone"))
     await evaluate(job, controller, Skipping(), 3)  # type: ignore[arg-type]
     assert job.record.points == [(3, None, {}, "engine-0: gone")]
+
+
+@pytest.mark.parametrize("failure", [None, EngineError("eval-0 holds weights '0.1'")])
+async def test_engines_that_only_evaluate_are_pinned_first_and_a_pin_that_fails_is_a_skipped_point(
+    failure: EngineError | None,
+) -> None:
+    calls: list[str] = []
+    skipped = skipped_report(3, "as told")
+    job = a_job(False)
+    job.config.eval.fleet = "some"
+    engines: Any = Noted("engines", calls, pin_eval_fleet=failure or "INFO")
+    executor: Any = Noted("executor", calls, eval=skipped)
+    executor.report_eval_skip = lambda step, reason: calls.append(f"skip {step}: {reason}") or skipped
+    await evaluate(job, engines, executor, 3)
+    done = ["executor.set_eval_fleet INFO", "executor.eval 3"]
+    assert calls == ["engines.pin_eval_fleet", *([f"skip 3: {failure}"] if failure else done)]

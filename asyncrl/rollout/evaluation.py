@@ -41,9 +41,22 @@ def skipped_report(rollout_id: int, reason: str, *, num_prompts: int = 0, second
 
 
 def report_samples(
-    rollout_id: int, samples: Sequence[Sample], *, num_prompts: int, threshold: float, seconds: float
+    rollout_id: int,
+    samples: Sequence[Sample],
+    *,
+    num_prompts: int,
+    threshold: float,
+    seconds: float,
+    pinned: str | None = None,
 ) -> EvalReport:
-    """The report over `samples`, failed ones included; skipped when more than half of them failed."""
+    """The report over `samples`, failed ones included.
+
+    Skipped when more than half of them failed, or when a token was made by other weights than `pinned` (None: any).
+    """
+    made_by = {span.version for sample in samples for span in sample.versions}
+    if pinned is not None and made_by - {pinned}:
+        reason = f"samples were made by weights {', '.join(sorted(made_by))} instead of {pinned}"
+        return skipped_report(rollout_id, reason, num_prompts=num_prompts, seconds=seconds)
     scored = [sample for sample in samples if sample.reward is not None]
     failed = len(samples) - len(scored)
     if not scored or failed > _MAX_FAILED * len(samples):

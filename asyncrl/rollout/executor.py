@@ -28,6 +28,7 @@ from asyncrl.config import Config
 from asyncrl.config.data import DataConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
+from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Prompt, Sample, SampleGroup
 from asyncrl.data.staleness import Bound, step_of
@@ -112,6 +113,8 @@ class RolloutExecutor:
         self._delivered_at = 0.0
         """time.monotonic() of the last delivery."""
         self._published_version: str | None = None
+        self._eval_fleet: EvalFleetInfo | None = None
+        self._eval_generator: GroupGenerator | None = None
         self._last_rollout: RolloutMetrics | None = None
         rollout = config.rollout
         self._min_usable = min(2, rollout.samples_per_prompt) if config.train.loss == "grpo" else 1
@@ -130,7 +133,7 @@ class RolloutExecutor:
 
         Needs no engine yet. Raises DataError, RewardError, ConfigError.
         """
-        config, rollout, tokenizer = self._config, self._config.rollout, self._tokenizer
+        config, rollout = self._config, self._config.rollout
         reward = await _in_thread(lambda: resolve_reward(config.reward.function, config.reward.args))
         filters = await _in_thread(lambda: Filters(rollout.filters))
         scorer = Scorer(reward, config.reward, host=self._host, log_dir=self._log_dir)
@@ -143,19 +146,7 @@ class RolloutExecutor:
             if held_out is None
             else await _in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
         )
-        client = EngineClient(
-            self._router_url,
-            vocab_size=tokenizer.vocab_size,
-            concurrency=rollout.concurrency,
-            timeout_s=rollout.request_timeout_s,
-            policy=RetryPolicy(
-                retries=rollout.request_retries,
-                patience_s=rollout.request_timeout_s,
-                waited_out=WAITED_OUT | ({FailureKind.ABORTED} if config.weights.on_update == "abort" else frozenset()),
-            ),
-            sticky=config.router.sticky,
-            on_failure=self._events.emit,
-        )
+        client = self._client(self._router_url)
         self._to_close.push_async_callback(client.aclose)
         stream = PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
         production = Production(
@@ -172,7 +163,7 @@ class RolloutExecutor:
         self._parts = _Parts(
             scorer=scorer,
             client=client,
-            generator=GroupGenerator(client, scorer, concurrency=rollout.concurrency, vocab_size=tokenizer.vocab_size),
+            generator=self._generator(client, scorer),
             stream=stream,
             production=production,
             dropped_overlong=prompts.dropped_overlong,
@@ -228,7 +219,8 @@ class RolloutExecutor:
 
     async def eval(self, rollout_id: int) -> EvalReport:
         """Samples every held-out prompt; whatever goes wrong with that is a skipped point with a reason."""
-        config, prompts, generator = self._config.eval, self._started.eval_prompts, self._started.generator
+        config, prompts, fleet = self._config.eval, self._started.eval_prompts, self._eval_fleet
+        generator = self._eval_generator or self._started.generator
         if prompts is None:
             return skipped_report(rollout_id, "there are no held-out prompts (eval.data)")
         began = time.monotonic()
@@ -263,8 +255,19 @@ class RolloutExecutor:
                 num_prompts=len(prompts),
                 threshold=config.threshold,
                 seconds=time.monotonic() - began,
+                pinned=None if fleet is None else fleet.version,
             )
         return self._told(report)
+
+    def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
+        """Evaluations go through the router of `info` from now on; None: through that of the training engines."""
+        if info is None:
+            self._eval_generator = None
+        elif self._eval_generator is None or self._eval_fleet is None or info.router_url != self._eval_fleet.router_url:
+            client = self._client(info.router_url)
+            self._to_close.push_async_callback(client.aclose)
+            self._eval_generator = self._generator(client, self._started.scorer)
+        self._eval_fleet = info
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
         """The point that an evaluation leaves which could not begin."""
@@ -320,6 +323,26 @@ class RolloutExecutor:
         if self._parts is None:
             raise RolloutError("the rollout executor was not started; await start(task_group) first")
         return self._parts
+
+    def _client(self, router_url: str) -> EngineClient:
+        config, rollout = self._config, self._config.rollout
+        return EngineClient(
+            router_url,
+            vocab_size=self._tokenizer.vocab_size,
+            concurrency=rollout.concurrency,
+            timeout_s=rollout.request_timeout_s,
+            policy=RetryPolicy(
+                retries=rollout.request_retries,
+                patience_s=rollout.request_timeout_s,
+                waited_out=WAITED_OUT | ({FailureKind.ABORTED} if config.weights.on_update == "abort" else frozenset()),
+            ),
+            sticky=config.router.sticky,
+            on_failure=self._events.emit,
+        )
+
+    def _generator(self, client: EngineClient, scorer: Scorer) -> GroupGenerator:
+        concurrency = self._config.rollout.concurrency
+        return GroupGenerator(client, scorer, concurrency=concurrency, vocab_size=self._tokenizer.vocab_size)
 
     def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)

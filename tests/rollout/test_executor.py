@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from blockbuster import blockbuster_ctx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError, RewardError, RolloutError
 from asyncrl.observability.events import EventLog
@@ -340,6 +342,28 @@ async def test_an_error_in_an_evaluation_is_a_skipped_point(
         assert report.accuracy is None and "its workers ended; 0 prompts were done" in str(report.skipped)
         assert executor.report_eval_skip(2, "no engine").skipped == "no engine"
     assert [line["skipped"] for line in events.recent if line["kind"] == "evaluated"][1] == "no engine"
+
+
+async def test_an_evaluation_goes_to_the_engines_that_only_evaluate_while_there_are_some(
+    start_executor: StartExecutor, prompts: Path
+) -> None:
+    def made_by(version: str) -> Callable[[dict[str, Any], int], Action]:
+        return lambda request, number: Action((5, 6, 7, 2), text="yes", versions=((version, 0, 4),))
+
+    evaluation = {"data": {"source": str(prompts)}}
+    async with (
+        scripted_engine(made_by("0.2")) as trained,
+        scripted_engine(made_by("0.1")) as pinned,
+        start_executor(trained, eval=evaluation) as executor,
+    ):
+        executor.set_eval_fleet(EvalFleetInfo(pinned.url, "0.1", (pinned.url,)))
+        assert (await executor.eval(1)).accuracy == 1.0
+        assert (len(trained.requests), len(pinned.requests)) == (0, 40)
+        executor.set_eval_fleet(EvalFleetInfo(pinned.url, "0.3", (pinned.url,)))
+        assert (await executor.eval(2)).skipped == "samples were made by weights 0.1 instead of 0.3"
+        executor.set_eval_fleet(None)
+        assert (await executor.eval(3)).accuracy == 1.0
+        assert (len(trained.requests), len(pinned.requests)) == (40, 80)
 
 
 # what is refused at the start
