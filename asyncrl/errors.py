@@ -62,5 +62,9 @@ class TrainerError(AsyncRLError):
     """A trainer rank failed; the message carries the rank and its traceback's last frames."""
 
 
+class CheckpointError(AsyncRLError):
+    """A checkpoint is damaged, incomplete, or was written by another layout or for another model."""
+
+
 class NonFiniteError(TrainerError):
     """A loss or gradient became NaN or infinite; the batch was saved for inspection."""

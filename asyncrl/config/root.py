@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from asyncrl.config.base import Section
+from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.data import DataConfig
 from asyncrl.config.inference import EngineConfig, HealthConfig, RouterConfig, ServedModelConfig, WeightsConfig
 from asyncrl.config.model import ModelConfig
@@ -23,6 +24,7 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)

@@ -155,6 +155,7 @@ _TIMELINE: Mapping[str, _Wording] = {
     "weight_update_failed": _Wording("weights", "update to {version} failed: {reason}", fault=True),
     "evaluated": _Wording("evaluation", _evaluated),
     "trainer_ready": _Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
+    "trainer_resumed": _Wording("trainer", "goes on from step {step}: {path}"),
     "trainer_rank_failed": _Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
     "host_started": _Wording("host", "started: pid {pid}"),
     "host_ended": _Wording("host", _host_ended),

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.training.checkpoints.restoring import restore
+from asyncrl.training.checkpoints.shard import Shard, Snapshot
+from asyncrl.training.checkpoints.writing import Report, write_beside
 from asyncrl.training.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import Sink
@@ -42,6 +45,10 @@ class Trainer(Protocol):
 
     def export_hf(self, directory: Path) -> None: ...
 
+    def snapshot(self) -> Snapshot: ...
+
+    def restore(self, shard: Shard) -> None: ...
+
     def offload(self, *, keep_weights: bool) -> None: ...
 
     def onload(self) -> None: ...
@@ -55,6 +62,9 @@ class Init(msgspec.Struct, frozen=True, tag=True):
 
     run_dir: str
     """The directory that rank 0 took, which need not be the one that was asked for."""
+
+    resume: str | None
+    """The checkpoint to begin from; None begins from the model."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -85,6 +95,13 @@ class ExportHf(msgspec.Struct, frozen=True, tag=True):
     directory: str
 
 
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Copy the rank's state and begin to write it into a staged checkpoint."""
+
+    number: int
+    directory: str
+
+
 class Offload(msgspec.Struct, frozen=True, tag=True):
     """Move the trainer's tensors out of GPU memory."""
 
@@ -111,6 +128,7 @@ Command = (
     | Logprobs
     | ExportTensors
     | ExportHf
+    | SaveCheckpoint
     | Offload
     | Onload
     | ClearMemory
@@ -129,10 +147,15 @@ Result = dict[str, float] | Tensor | tuple[TensorSpec, ...] | ExportOutcome | No
 
 
 class RankState:
-    """One rank's trainer, from the Init command on."""
+    """One rank's trainer, from the Init command on.
 
-    def __init__(self, config: Config, layout: RankLayout, make_trainer: TrainerFactory) -> None:
+    Args:
+        report: is told, in another thread, when the rank's part of a checkpoint was written.
+    """
+
+    def __init__(self, config: Config, layout: RankLayout, make_trainer: TrainerFactory, report: Report) -> None:
         self.layout = layout
+        self._report = report
         self._config = config
         self._make_trainer = make_trainer
         self._trainer: Trainer | None = None
@@ -143,6 +166,8 @@ class RankState:
             run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
             self._trainer = self._make_trainer(self._config.model_copy(update={"run": run}), self.layout)
             self._trainer.init()
+            if command.resume is not None:
+                restore(self._trainer, Path(command.resume), self.layout)
             return self._trainer.tensor_specs()
         assert self._trainer is not None, "the first command is Init"
         trainer = self._trainer
@@ -162,6 +187,8 @@ class RankState:
                 return _export(trainer, sink)
             case ExportHf(directory=directory):
                 trainer.export_hf(Path(directory))
+            case SaveCheckpoint(number=number, directory=directory):
+                write_beside(trainer.snapshot(), Path(directory), number, self.layout, self._report)
             case Offload(keep_weights=keep_weights):
                 trainer.offload(keep_weights=keep_weights)
             case Onload():

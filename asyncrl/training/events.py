@@ -23,6 +23,17 @@ class TrainerReady(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerResumed(Event):
+    """Every rank goes on from a checkpoint."""
+
+    kind: ClassVar[str] = "trainer_resumed"
+
+    step: int
+    """Batches that it had trained."""
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStepped(Event):
     """One rollout batch was trained."""
 

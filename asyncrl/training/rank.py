@@ -126,7 +126,7 @@ def _serve(
     seq = 0
     try:
         channel = join_process_groups(environment, store, config.train.step_timeout_s)
-        state = RankState(config, environment.layout(config), make_trainer)
+        state = RankState(config, environment.layout(config), make_trainer, link.send)
         while True:
             message = channel.receive()
             seq = message.seq

@@ -30,6 +30,7 @@ import anyio.streams.buffered
 import msgspec
 import structlog
 
+from asyncrl.training.checkpoints.manifest import Wrote
 from asyncrl.training.trainer_thread import thread_stack
 
 BEAT_S = 2.0
@@ -91,7 +92,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The job is over; leave."""
 
 
-_FromRank = Hello | Beat | Done | Failed | Stack | Said
+_FromRank = Hello | Beat | Done | Failed | Stack | Said | Wrote
 _ToRank = AskStack | End
 _decode_from_rank = msgspec.json.Decoder(_FromRank).decode
 _decode_to_rank = msgspec.json.Decoder(_ToRank).decode
@@ -140,13 +141,16 @@ def describe(rank: int, error: BaseException) -> RankFailure:
 class LinkServer:
     """Rank 0's end; lives in its event loop."""
 
-    def __init__(self, ranks: range, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, ranks: range, on_change: Callable[[], None], on_wrote: Callable[[int, Wrote], None] = lambda *_: None
+    ) -> None:
         self.done: dict[int, int] = dict.fromkeys(ranks, -1)
         """By rank: the last command that it finished."""
         self.failures: list[RankFailure] = []
         """In the order in which they became known."""
         self.stacks: dict[int, str] = {}
         self._on_change = on_change
+        self._on_wrote = on_wrote
         self._streams: dict[int, anyio.abc.SocketStream] = {}
         self._stacks_complete = anyio.Event()
         self._ending = False
@@ -222,6 +226,9 @@ class LinkServer:
                 self.stacks[rank] = frames
                 if self.stacks.keys() >= self._streams.keys():
                     self._stacks_complete.set()
+            case Wrote():
+                self._on_wrote(rank, message)
+                return
             case Said(record=record):
                 fields: dict[str, Any] = dict(record)
                 level = logging.getLevelNamesMapping().get(str(fields.pop("level", "")).upper(), logging.WARNING)

@@ -15,18 +15,16 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.abc
-import structlog
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl import errors
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
@@ -34,9 +32,13 @@ from asyncrl.errors import AsyncRLError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.training import commands
+from asyncrl.training.checkpoints.restoring import saved_tensors
+from asyncrl.training.checkpoints.saver import CheckpointSaver
+from asyncrl.training.checkpoints.store import SavedCheckpoint
 from asyncrl.training.command_channel import CommandChannel
 from asyncrl.training.commands import Command, ExportOutcome, RankState, Result, TrainerFactory
-from asyncrl.training.events import TrainerRankFailed, TrainerReady, TrainerStepped
+from asyncrl.training.events import TrainerRankFailed, TrainerReady, TrainerResumed, TrainerStepped
+from asyncrl.training.failures import blame, error_of, error_of_hung, tried
 from asyncrl.training.rank import RankEnvironment, announce_link, join_process_groups, rendezvous
 from asyncrl.training.rank_link import LinkAddress, LinkServer, RankFailure, describe
 from asyncrl.training.trainer_thread import Job, TrainerThread, TrainerThreadStatistics
@@ -51,8 +53,6 @@ BLAME_GRACE_S = 0.5
 """How long a failure waits for news of a rank that died and caused it."""
 STACK_TIMEOUT_S = 2.0
 SHUTDOWN_TIMEOUT_S = 5.0
-
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,10 @@ class TrainGroup:
         self._environment = environment or RankEnvironment.from_environ()
         self._thread = TrainerThread()
         self._bound = Bound.of(config)
-        self._state = RankState(config, self._environment.layout(config), make_trainer)
-        self._link = LinkServer(range(1, self._environment.world_size), self._wake)
+        layout = self._environment.layout(config)
+        self._checkpoints = CheckpointSaver(config, layout, events=events, task_group=task_group)
+        self._state = RankState(config, layout, make_trainer, self._checkpoints.report)
+        self._link = LinkServer(range(1, layout.world_size), self._wake, self._checkpoints.wrote)
         self._serving: list[anyio.CancelScope] = []
         self._channel: CommandChannel | None = None
         self._changed = anyio.Event()
@@ -107,22 +109,29 @@ class TrainGroup:
         self._failure: AsyncRLError | None = None
         self._thread_failure: BaseException | None = None
         self._disposed = False
+        self.resumed: SavedCheckpoint | None = None
+        """What `init` began from, with the files that others had added; None where it began from the model."""
 
     # the loop's calls
 
     async def init(self) -> int:
-        """Joins the process groups and builds the trainer on every rank; returns the first rollout id."""
+        """Joins the process groups and builds the trainer on every rank; returns the first rollout id.
+
+        Raises CheckpointError where `checkpoint.resume` finds a checkpoint that training cannot go on from.
+        """
         started = time.monotonic()
         timeout_s = self._config.train.init_timeout_s
         address = await self._serve_links()
-        await self._await(
-            self._thread.submit(lambda: self._join(address), what="joining the process groups", on_done=self._job_done),
-            seq=-1,
-            what="joining the process groups",
-            timeout_s=timeout_s,
-        )
-        specs = await self._run(commands.Init(str(self._config.run.dir)), "building the trainer", timeout_s)
+        what = "joining the process groups"
+        joining = self._thread.submit(lambda: self._join(address), what=what, on_done=self._job_done)
+        await self._await(joining, seq=-1, what=what, timeout_s=timeout_s)
+        resumed = await self._checkpoints.resume()
+        init = commands.Init(str(self._config.run.dir), None if resumed is None else str(resumed.path))
+        specs = await self._run(init, "building the trainer", timeout_s)
         self._specs = cast(tuple[TensorSpec, ...], specs)
+        if resumed is not None:
+            self.resumed, self._step = resumed, resumed.step
+            self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
         self._events.emit(
             TrainerReady(
                 ranks=self._environment.world_size,
@@ -177,9 +186,26 @@ class TrainGroup:
 
     async def save_model(self, rollout_id: int) -> Path:
         """Writes the policy after rollout `rollout_id` under the run directory; weights only, no optimizer state."""
-        directory = self._config.run.dir / "checkpoints" / f"step-{rollout_id + 1:06d}"
+        directory = self._config.run.dir / "models" / f"step-{rollout_id + 1:06d}"
         await self.export_hf(directory)
         return directory
+
+    async def save_checkpoint(
+        self, rollout_id: int, extra: Mapping[str, bytes] | None = None, *, wait: bool = False
+    ) -> Path | None:
+        """Saves what training needs to go on after rollout `rollout_id`, and the files `extra` of others with it.
+
+        Returns once every rank has copied its state, with the directory that will appear when all is written; or None,
+        with a warning, for a checkpoint that could not be begun, as where the former one is still being written.
+        With `wait`, waits for the former one first and then for this one: None means that it was not written.
+        """
+        return await self._checkpoints.save(
+            rollout_id + 1,
+            lambda number, directory: self._run(commands.SaveCheckpoint(number, str(directory)), "copying the state"),
+            tensors=saved_tensors(self._specs),
+            extra=extra or {},
+            wait=wait,
+        )
 
     async def offload(self, *, keep_weights: bool = False) -> None:
         """Frees the GPUs of the trainer, except for the weights where they are still to be published or exported."""
@@ -193,9 +219,8 @@ class TrainGroup:
         await self._run(commands.ClearMemory(), "clearing memory")
 
     def statistics(self) -> TrainGroupStatistics:
-        return TrainGroupStatistics(
-            self._thread.statistics(), self._step, None if self._failure is None else str(self._failure)
-        )
+        failure = None if self._failure is None else str(self._failure)
+        return TrainGroupStatistics(self._thread.statistics(), self._step, failure)
 
     async def dispose(self) -> None:
         """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""
@@ -204,12 +229,14 @@ class TrainGroup:
         self._disposed = True
         with anyio.CancelScope(shield=True):
             if self._transport is not None:
-                await _tried("closing the weight transport", self._transport.aclose, SHUTDOWN_TIMEOUT_S)
+                await tried("closing the weight transport", self._transport.aclose, SHUTDOWN_TIMEOUT_S)
             if self._channel is not None and self._failure is None and not self._link.failures:
+                await tried("the checkpoint in progress", self._checkpoints.finish, SHUTDOWN_TIMEOUT_S)
                 self._link.expect_leave()
-                await _tried("the end of the trainer ranks", self._leave, SHUTDOWN_TIMEOUT_S)
-            await _tried("telling the trainer ranks", lambda: self._link.end(timeout_s=1.0), 2.0)
+                await tried("the end of the trainer ranks", self._leave, SHUTDOWN_TIMEOUT_S)
+            await tried("telling the trainer ranks", lambda: self._link.end(timeout_s=1.0), 2.0)
         self._thread.close()
+        self._checkpoints.close()
         for scope in self._serving:
             scope.cancel()
 
@@ -301,30 +328,19 @@ class TrainGroup:
         with anyio.move_on_after(BLAME_GRACE_S if self._environment.world_size > 1 else 0):
             while not any(f.died for f in self._link.failures):
                 await self._changed.wait()
-        failures = list(self._link.failures)
-        if job.done and job.exception is not None:
-            local = job.exception
-            if isinstance(local, AsyncRLError) and not any(f.died for f in failures):
-                return self._break(RankFailure(0, type(local).__name__, str(local)), what, local)
-            if not failures:
-                failures.append(describe(0, local))
-        elif not job.done:
+        if not job.done:
             job.abandon()
-        blamed = next((f for f in failures if f.died), failures[0])
-        error = _error_of(blamed, what)
-        error.__cause__ = job.exception
+        blamed, error = blame(self._link.failures, job.exception if job.done else None, what)
         return self._break(blamed, what, error)
 
     async def _fail_hung(self, job: Job[Any], seq: int, what: str, timeout_s: float) -> AsyncRLError:
         """Names the ranks that did not finish, and where they are."""
         await self._link.ask_stacks(STACK_TIMEOUT_S)
-        hung = [rank for rank, done in self._link.done.items() if done < seq]
-        lines = [f"trainer: {what} did not end within {timeout_s:g} s"]
+        hung = {rank: self._link.stacks.get(rank) for rank, done in self._link.done.items() if done < seq}
+        blamed = next(iter(hung), 0)
         if not job.done:
-            lines.append(f"rank 0 is at:\n{self._thread.stack()}".rstrip())
-        lines += [f"rank {r} is at:\n{self._link.stacks.get(r, '(no answer)')}".rstrip() for r in hung]
-        rank = 0 if not hung else hung[0]
-        return self._break(RankFailure(rank, "hangs", what), what, TrainerError("\n".join(lines)))
+            hung = {0: self._thread.stack(), **hung}
+        return self._break(RankFailure(blamed, "hangs", what), what, error_of_hung(hung, what, timeout_s))
 
     def _break(self, failure: RankFailure, what: str, error: AsyncRLError) -> AsyncRLError:
         if self._failure is None:
@@ -337,7 +353,7 @@ class TrainGroup:
             raise self._failure
         if self._link.failures:
             blamed = self._link.failures[0]
-            raise self._break(blamed, "idle", _error_of(blamed, "idle"))
+            raise self._break(blamed, "idle", error_of(blamed, "idle"))
 
     # links
 
@@ -348,7 +364,7 @@ class TrainGroup:
     def _job_done(self, job: Job[Any]) -> None:
         if job.abandoned and job.exception is not None:
             failure = describe(0, job.exception)
-            self._break(failure, job.what, _error_of(failure, job.what))
+            self._break(failure, job.what, error_of(failure, job.what))
         self._wake()
 
     async def _serve_links(self) -> LinkAddress | None:
@@ -378,20 +394,3 @@ class TrainGroup:
         if address is not None:
             announce_link(store, address)
         self._channel = join_process_groups(self._environment, store, self._config.train.step_timeout_s)
-
-
-async def _tried(what: str, step: Callable[[], Awaitable[object]], timeout_s: float) -> None:
-    """One step of a disposal: whatever becomes of it, the next one follows."""
-    try:
-        with waiting(what, "trainer", timeout_s):
-            await step()
-    except Exception as error:
-        _log.warning("the trainer did not end in order", step=what, error=f"{type(error).__name__}: {error}")
-
-
-def _error_of(failure: RankFailure, what: str) -> AsyncRLError:
-    """A failed rank as the error of the driver: of the same class where it is one of ours."""
-    kind = getattr(errors, failure.error, None)
-    if isinstance(kind, type) and issubclass(kind, AsyncRLError):
-        return kind(f"trainer rank {failure.rank}: {failure.message}")
-    return TrainerError(f"{failure} (while {what})" if not failure.frames else f"while {what}: {failure}")

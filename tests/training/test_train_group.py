@@ -51,6 +51,7 @@ CALLS: dict[str, Call] = {
     "logprobs": lambda group: group.logprobs(make_batch()),
     "export_tensors": lambda group: group.export(Collected(), 10.0),
     "export_hf": lambda group: group.export_hf(Path("/nowhere")),
+    "snapshot": lambda group: group.save_checkpoint(0),
     "offload": lambda group: group.offload(),
     "onload": lambda group: group.onload(),
 }

@@ -28,6 +28,8 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
+from asyncrl.training.checkpoints.shard import Shard, Snapshot
+from asyncrl.training.commands import TrainerFactory
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.rank import serve_rank
 from asyncrl.training.train_group import TrainGroup
@@ -108,6 +110,13 @@ class ScriptedTrainer:
         if self.layout.rank == 0:
             directory.mkdir(parents=True)
 
+    def snapshot(self) -> Snapshot:
+        return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, {"rank": self.layout.rank}))
+
+    def restore(self, shard: Shard) -> None:
+        assert shard.facts["rank"] == self.layout.rank
+        self._together("restore", float(shard.tensors["total"]))
+
     def offload(self, *, keep_weights: bool) -> None:
         self._together("offload")
 
@@ -152,19 +161,21 @@ def run_world(
     faults: Faults | None = None,
     config: Mapping[str, Any] | None = None,
     on_init: Callable[[ScriptedTrainer], object] = id,
+    make_trainer: TrainerFactory | None = None,
     timeout_s: float = 20.0,
     linger_s: float = 8.0,
 ) -> World:
     """Runs `scenario` on rank 0 of a fresh world. An exception of it is raised here, as a text.
 
     Args:
+        make_trainer: builds another trainer than the scripted one, which faults and `on_init` are for.
         linger_s: how long the other ranks may take to end after rank 0 has.
     """
     began = time.monotonic()
     server = fork_server()
     parsed = Config.model_validate(config or {})
-    make_trainer = partial(ScriptedTrainer, faults=faults or {}, on_init=on_init)
-    work = cloudpickle.dumps((parsed, make_trainer, scenario))
+    scripted = partial(ScriptedTrainer, faults=faults or {}, on_init=on_init)
+    work = cloudpickle.dumps((parsed, make_trainer or scripted, scenario))
     reader, writer = server.Pipe(duplex=False)
     port = _free_port()
     processes = [
@@ -224,9 +235,7 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
     os._exit(code)  # a thread may be stuck in a collective, on purpose
 
 
-async def _drive(
-    config: Config, make_trainer: Callable[[Config, RankLayout], ScriptedTrainer], scenario: Scenario
-) -> Any:
+async def _drive(config: Config, make_trainer: TrainerFactory, scenario: Scenario) -> Any:
     events = EventLog(None, attempt=3)
     async with anyio.create_task_group() as task_group:
         group = TrainGroup(config, task_group=task_group, make_trainer=make_trainer, events=events)

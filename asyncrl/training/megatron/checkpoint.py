@@ -22,17 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import ModelError
 from asyncrl.training.architecture import Architecture
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.megatron import mapping
-from asyncrl.weights.buckets import TensorSpec, plan_buckets
+from asyncrl.training.model_directory import MAX_FILE_BYTES, HuggingFaceModel, write_model
+from asyncrl.weights.buckets import TensorSpec
 
-_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
-"""Files of a model directory that are weights, which an export writes anew; everything else is copied."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors that old checkpoints carry though they follow from the config."""
@@ -174,7 +172,7 @@ class WeightExchange:
             yield from zip(entry.names, mapping.to_hugging_face(entry.kind, shards, self._architecture), strict=True)
 
     def export_directory(
-        self, source: Path, target: Path, *, dtype: torch.dtype, max_file_bytes: int = 4_000_000_000
+        self, source: Path, target: Path, *, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
     ) -> None:
         """Writes a Hugging Face directory on rank 0: config and tokenizer files as in `source`, weights as `dtype`.
 
@@ -188,7 +186,7 @@ class WeightExchange:
             if self._layout.rank == 0:
                 staging = target.parent / f".{target.name}.{os.getpid()}.partial"
                 try:
-                    self._write(tensors, source, staging, dtype, max_file_bytes)
+                    write_model(tensors, self.shapes(), source, staging, dtype=dtype, max_file_bytes=max_file_bytes)
                     _replace(staging, target)
                 finally:
                     shutil.rmtree(staging, ignore_errors=True)
@@ -196,45 +194,11 @@ class WeightExchange:
             for _ in tensors:
                 pass
 
-    def _write(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        source: Path,
-        staging: Path,
-        dtype: torch.dtype,
-        max_file_bytes: int,
-    ) -> None:
-        staging.mkdir(parents=True)
-        for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
-                shutil.copy2(file, staging / file.name)
-        _record_dtype(staging / "config.json", dtype)
-        name_of_dtype = str(dtype).removeprefix("torch.")
-        files = plan_buckets(
-            (TensorSpec(name, name_of_dtype, shape) for name, shape in self.shapes().items()), max_file_bytes
-        )
-        weight_map = {}
-        for i, specs in enumerate(files, start=1):
-            file_name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-            part = {}
-            for _ in specs:
-                name, tensor = next(tensors)
-                part[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
-                weight_map[name] = file_name
-            save_file(part, staging / file_name, metadata={"format": "pt"})
-        if len(files) > 1:
-            total = sum(spec.size_bytes for specs in files for spec in specs)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _record_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Keeps config.json true about the numbers of the weights beside it."""
-    fields = json.loads(config.read_text())
-    key = "torch_dtype" if "torch_dtype" in fields else "dtype"  # spelling of transformers 4 and 5
-    if fields.get(key) != (name := str(dtype).removeprefix("torch.")):
-        fields[key] = name
-        config.write_text(json.dumps(fields, indent=2) + "\n")
+    def collect(self, source: Path, *, dtype: torch.dtype) -> HuggingFaceModel | None:
+        """The whole model as `dtype` in host memory on rank 0, shared with nobody; None on the other ranks."""
+        first = self._layout.rank == 0
+        tensors = {name: t.to(device="cpu", dtype=dtype, copy=True) for name, t in self.export() if first}
+        return HuggingFaceModel(tensors, source, dtype) if first else None
 
 
 def _replace(staging: Path, target: Path) -> None:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from asyncrl.config.training import TrainConfig
+from asyncrl.errors import CheckpointError
 from asyncrl.training.megatron.model import PolicyModel
+
+_WEIGHT = "weight"
 
 
 class Optimizer:
@@ -85,6 +91,50 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group.pop("step", None)  # Transformer Engine's Adam counts per group
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """This rank's part of the weights, in the precision in which they are updated, and of Adam's state: copies in
+        host memory, and what is no tensor."""
+        tensors = {
+            f"{place}.{name}": value.detach().to("cpu", copy=True)
+            for place, parameter, state in self._places()
+            for name, value in {_WEIGHT: parameter, **state}.items()
+            if torch.is_tensor(value)
+        }
+        steps = [[group.get("step") for group in adam.param_groups] for adam in self._adams()]
+        return tensors, {"group_steps": steps}
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Sets weights and Adam's state to what `state` gave on the same rank of the same layout; collective.
+
+        Raises CheckpointError: the tensors are not those of this model.
+        """
+        self.reset()
+        by_place: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            place, _, kind = name.rpartition(".")
+            by_place.setdefault(place, {})[kind] = tensor
+        for place, parameter, state in self._places():
+            saved = by_place.pop(place, {})
+            weight = saved.pop(_WEIGHT, None)
+            if weight is None or weight.shape != parameter.shape or weight.dtype != parameter.dtype:
+                found = "absent" if weight is None else f"{weight.dtype} {list(weight.shape)}"
+                raise CheckpointError(
+                    f"the checkpoint does not fit: {place} is {found}, not {parameter.dtype} {list(parameter.shape)}"
+                )
+            parameter.copy_(weight)
+            # torch's step count, a scalar, stays on the host
+            state.update({n: t.to(parameter.device) if t.dim() > 0 else t for n, t in saved.items()})
+        for adam, steps in zip(self._adams(), facts["group_steps"], strict=True):
+            for group, step in zip(adam.param_groups, steps, strict=True):
+                if step is not None:
+                    group["step"] = step
+        for optimizer in self._parts():
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                optimizer._copy_main_params_to_model_params()
+        if self._sharded:
+            self.ddp.start_param_sync()  # gathers the weights that other ranks hold
+
     def offload(self, *, keep_weights: bool) -> None:
         """Drops the gradient buffers and moves Adam state to host memory, and the weights too unless they are kept.
 
@@ -124,5 +174,16 @@ class Optimizer:
                         parameter.data = parameter.data.to(device)
 
     def _adams(self) -> Iterator[torch.optim.Optimizer]:
-        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+        for optimizer in self._parts():
             yield optimizer.optimizer
+
+    def _parts(self) -> list[MegatronOptimizer]:
+        parts: list[MegatronOptimizer] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return parts
+
+    def _places(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Every parameter of Adam with a name that is the same in each run of this layout, and its state."""
+        for i, adam in enumerate(self._adams()):
+            for j, group in enumerate(adam.param_groups):
+                for k, parameter in enumerate(group["params"]):
+                    yield f"{i}.{j}.{k}", parameter, adam.state[parameter]

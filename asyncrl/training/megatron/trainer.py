@@ -7,7 +7,7 @@ Invariants
 - No weight changes before all ranks know that the step's loss and gradient are finite.
 
 Never run so far (needs a GPU): bfloat16 with NCCL, Transformer Engine layers, `offload` and `onload` other than as
-no-ops.
+no-ops; the generators of a GPU in `snapshot` and `restore`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from asyncrl.errors import NonFiniteError
 from asyncrl.training import losses
 from asyncrl.training.advantages import group_advantages, groups_without_signal
 from asyncrl.training.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, restore_rng
 from asyncrl.training.collate import PackedTokens, check_batch, trained_samples
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.megatron import cpu_shim
@@ -40,6 +41,7 @@ from asyncrl.training.packing import StepPlan, plan_steps
 from asyncrl.training.schedule import learning_rate
 from asyncrl.weights.buckets import TensorSpec
 
+_OPTIMIZER = "optimizer."
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -164,6 +166,27 @@ class MegatronTrainer:
             OSError: on rank 0, after every rank has finished the export.
         """
         self._weights.export_directory(self._config.model.path, directory, dtype=dtype or self._source_dtype)
+
+    def snapshot(self) -> Snapshot:
+        """Copies weights, optimizer state and random number generators of this rank into host memory; on rank 0 the
+        whole model too, in the source's dtype. Not while offloaded."""
+        tensors, facts = self._optimizer.state()
+        rng = capture_rng(tensor_parallel.get_cuda_rng_tracker().get_states(), self._device)
+        shard = Shard(
+            {**{f"{_OPTIMIZER}{name}": tensor for name, tensor in tensors.items()}, **rng.tensors},
+            {"optimizer": facts, **rng.facts},
+        )
+        return Snapshot(shard, self._weights.collect(self._config.model.path, dtype=self._source_dtype))
+
+    def restore(self, shard: Shard) -> None:
+        """Goes on from what `snapshot` gave on the same rank of the same layout.
+
+        Raises:
+            CheckpointError: it was taken of another model.
+        """
+        tensors = {n.removeprefix(_OPTIMIZER): t for n, t in shard.tensors.items() if n.startswith(_OPTIMIZER)}
+        self._optimizer.restore(tensors, shard.facts["optimizer"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(restore_rng(shard, self._device))
 
     def offload(self, *, keep_weights: bool) -> None:
         """Frees the GPU: Adam state goes to host memory, gradients are dropped. Nothing to do on CPU.

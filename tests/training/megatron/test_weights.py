@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import ModelError
+from asyncrl.training import model_directory as model_directory_module
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.megatron import checkpoint
 from asyncrl.training.megatron.trainer import MegatronTrainer
@@ -96,7 +97,7 @@ def export_onto_a_full_disk(layout: RankLayout, path: Path, target: Path) -> str
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    checkpoint.save_file = full
+    model_directory_module.write_tensors = full
     outcome = "finished"
     try:
         trainer.export_hf(target)

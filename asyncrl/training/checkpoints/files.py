@@ -1,0 +1,100 @@
+"""Files that are on the disk, and known by size and checksum, when the call returns.
+
+Invariants
+- The interpreter's lock is held for microseconds only, however large a tensor is: writing goes on beside the event
+  loop (safetensors' own writer holds it for the whole file: 150 ms a gigabyte, far longer once the disk is behind).
+- No pickle: tensors are safetensors, everything else is bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.training.checkpoints.manifest import FileRecord
+
+_CHUNK_BYTES = 16 << 20
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Writes tensors of host memory as safetensors (the format: an 8-byte length, a JSON header, the data).
+
+    Raises OSError; the file is then incomplete.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].detach().contiguous().view(-1)
+            if flat.numel():
+                yield flat.view(torch.uint8).numpy().data
+
+    return _write(path, chunks())
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Raises OSError; the file is then incomplete."""
+    return _write(path, iter([memoryview(data)]))
+
+
+def read_record(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is now. Raises OSError."""
+    size, crc, buffer = 0, 0, bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(memoryview(buffer)[:count], crc)
+            size += count
+    return FileRecord(size, crc)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes what was created, renamed or removed in a directory outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, parts: Iterator[memoryview]) -> FileRecord:
+    size, crc = 0, 0
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            start = 0
+            while start < len(part):
+                count = file.write(part[start : start + _CHUNK_BYTES])
+                crc = zlib.crc32(part[start : start + count], crc)
+                start += count
+            size += len(part)
+        os.fsync(file.fileno())
+    return FileRecord(size, crc)

@@ -1,0 +1,89 @@
+"""What a checkpoint says of itself: one JSON file, written last. Pure data, no I/O and no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Raised when a reader of the former number could not read the directory."""
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file as it was written."""
+
+    size_bytes: int
+    crc32: int
+
+
+class SavedLayout(msgspec.Struct, frozen=True):
+    """The ranks whose shards are in the directory."""
+
+    ranks: int
+    tensor_parallel: int
+
+    def __str__(self) -> str:
+        data_parallel = self.ranks // self.tensor_parallel
+        noun = "rank" if self.ranks == 1 else "ranks"
+        return f"{self.ranks} {noun} (tensor parallel {self.tensor_parallel}, data parallel {data_parallel})"
+
+
+class SavedTensor(msgspec.Struct, frozen=True):
+    """A tensor of the model, as a Hugging Face checkpoint names it."""
+
+    dtype: str
+    """What it is trained in; the export beside it may be narrower."""
+    shape: tuple[int, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint after `step` trained batches."""
+
+    format: int = FORMAT
+    serial: int
+    """Counts the checkpoints of a run directory in the order of writing; the newest is the one to go on from, also
+    where a run was set back to an earlier step meanwhile."""
+    step: int
+    attempt: int
+    """Of the job that wrote it."""
+    written_at: float
+    """Unix time."""
+    layout: SavedLayout
+    tensors: dict[str, SavedTensor]
+    files: dict[str, FileRecord]
+    """Every other file of the directory by its relative path."""
+
+
+class Wrote(msgspec.Struct, frozen=True, tag=True):
+    """A rank has written its part of checkpoint `number`, or could not."""
+
+    number: int
+    files: dict[str, FileRecord]
+    problem: str = ""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def decode_manifest(text: bytes, where: object) -> Manifest:
+    """Raises CheckpointError, which names `where`, for what is no manifest that this version reads."""
+    try:
+        version = msgspec.json.decode(text, type=dict[str, object]).get("format")
+        if version != FORMAT:
+            raise CheckpointError(f"{where} has format {version}; this version of asyncrl reads format {FORMAT}")
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:  # also of a field that is missing
+        raise CheckpointError(f"{where} is damaged: {error}") from None
+
+
+def check_layout(manifest: Manifest, layout: SavedLayout, where: object) -> None:
+    """Raises CheckpointError unless the job has the ranks that wrote the checkpoint."""
+    if manifest.layout != layout:
+        raise CheckpointError(
+            f"{where} was written by {manifest.layout}, and this job has {layout}: optimizer shards are read by the "
+            f"layout that wrote them. Start it with --nproc-per-node and train.tensor_parallel as before, or begin "
+            f"anew from its weights: model.path = {where}/model and checkpoint.resume = never"
+        )

@@ -1,0 +1,215 @@
+"""Saving as the loop sees it: a copy in host memory while everybody waits, the writing beside the training.
+
+Each rank copies its state (a command like any other), and a thread of each rank writes the copy into one staged
+directory and says so over its link. When all have, rank 0 completes the directory and gives it its name.
+
+Invariants
+- One checkpoint is written at a time, so there is never more than one copy in memory. One that comes due meanwhile is
+  skipped, with a warning: a slow disk costs checkpoints, not steps.
+- A disk that is full, slow or gone costs the checkpoint, with a warning and an event, and nothing else. A writer that
+  hangs is named after `checkpoint.timeout_s`; what it writes is completed when it comes back.
+- Older checkpoints are removed only after a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import anyio.abc
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import CheckpointError
+from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
+from asyncrl.observability.waits import waiting
+from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
+from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.trainer_thread import Job, TrainerThread
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A checkpoint between its copy and its name."""
+
+    number: int
+    step: int
+    staging: Path
+    began: float
+    missing: set[int]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    reported: anyio.Event = field(default_factory=anyio.Event)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    path: Path | None = None
+
+
+class CheckpointSaver:
+    """Rank 0's part; lives in its event loop."""
+
+    def __init__(
+        self, config: Config, layout: RankLayout, *, events: EventLog, task_group: anyio.abc.TaskGroup
+    ) -> None:
+        self._settings = config.checkpoint
+        self._root = config.run.dir / "checkpoints"
+        self._layout = SavedLayout(layout.world_size, layout.tensor_parallel)
+        self._events = events
+        self._task_group = task_group
+        self._loop = asyncio.get_running_loop()
+        self._store = CheckpointStore(self._root)
+        self._disk: TrainerThread | None = None
+        self._number = 0
+        self._writing: _Writing | None = None
+
+    async def resume(self) -> SavedCheckpoint | None:
+        """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""
+        return await self._on_disk(
+            "reading the checkpoint", lambda: resume_from(self._root, self._settings.resume, self._layout)
+        )
+
+    async def save(
+        self,
+        step: int,
+        copy: Callable[[int, Path], Awaitable[object]],
+        *,
+        tensors: Mapping[str, SavedTensor],
+        extra: Mapping[str, bytes],
+        wait: bool,
+    ) -> Path | None:
+        """Has every rank `copy` (number, staging directory) and begins to write; see `TrainGroup.save_checkpoint`."""
+        check_extra(extra)
+        if wait:
+            await self.finish()
+        if self._writing is not None:
+            self._fault(f"no checkpoint of step {step}: that of step {self._writing.step} is still being written")
+            return None
+        self._number += 1
+        number = self._number
+        try:
+            staging = await self._on_disk("making room for the checkpoint", lambda: self._store.stage(step, number))
+        except (OSError, TimeoutError) as error:
+            self._fault(f"no checkpoint of step {step}: {error}")
+            return None
+        writing = _Writing(number, step, staging, time.monotonic(), set(range(self._layout.ranks)))
+        self._writing = writing
+        self._task_group.start_soon(self._complete, writing, dict(tensors), dict(extra), name="checkpoint")
+        try:
+            await copy(number, staging)
+        except BaseException:  # a rank failed, or the caller gave up: there may be ranks that never report
+            writing.problems.append("its copy was given up")
+            writing.reported.set()
+            raise
+        if wait:
+            await self.finish()
+            return writing.path
+        return self._store.path(step)
+
+    async def finish(self) -> None:
+        """Waits for the checkpoint that is being written, at most `checkpoint.timeout_s`."""
+        writing = self._writing
+        if writing is not None:
+            with suppress(TimeoutError), waiting("the checkpoint", "disk", self._settings.timeout_s):
+                await writing.ended.wait()
+
+    def wrote(self, rank: int, message: Wrote) -> None:
+        """A rank has reported."""
+        writing = self._writing
+        if writing is None or writing.number != message.number:
+            return
+        writing.missing.discard(rank)
+        writing.files.update(message.files)
+        if message.problem:
+            writing.problems.append(message.problem)
+        if not writing.missing:
+            writing.reported.set()
+
+    def report(self, message: Wrote) -> None:
+        """Rank 0 itself has written its part; called in its writing thread."""
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nobody is left to be told
+            self._loop.call_soon_threadsafe(self.wrote, 0, message)
+
+    def close(self) -> None:
+        """Lets the thread end; does not wait for it."""
+        if self._disk is not None:
+            self._disk.close()
+
+    async def _complete(self, writing: _Writing, tensors: dict[str, SavedTensor], extra: dict[str, bytes]) -> None:
+        try:
+            await self._patiently(writing, writing.reported.wait)
+            publication = self._thread().submit(lambda: self._publish(writing, tensors, extra), what="publication")
+            await self._patiently(writing, publication.wait)
+            self._conclude(writing, publication)
+            if writing.path is not None:
+                removal = self._thread().submit(self._prune, what="removal of old checkpoints")
+                await self._patiently(writing, removal.wait)
+                removal.result()
+        finally:
+            self._writing = None
+            writing.ended.set()
+
+    async def _patiently(self, writing: _Writing, wait: Callable[[], Awaitable[None]]) -> None:
+        """Waits as long as it takes; says so each time that it takes too long."""
+        timeout_s = self._settings.timeout_s
+        while True:
+            try:
+                with waiting(f"the checkpoint of step {writing.step}", "disk", timeout_s):
+                    return await wait()
+            except TimeoutError:
+                whom = ", ".join(f"rank {rank}" for rank in sorted(writing.missing)) or "rank 0"
+                self._fault(f"{whom} still writes the checkpoint of step {writing.step} after {timeout_s:g} s")
+
+    def _publish(self, writing: _Writing, tensors: dict[str, SavedTensor], extra: dict[str, bytes]) -> Path:
+        """In the thread for the disk."""
+        try:
+            if writing.problems:
+                raise CheckpointError("; ".join(writing.problems))
+            return self._store.publish(
+                writing.staging,
+                writing.files,
+                step=writing.step,
+                attempt=self._events.attempt,
+                layout=self._layout,
+                tensors=tensors,
+                extra=extra,
+            )
+        finally:
+            self._store.discard(writing.staging)
+
+    def _conclude(self, writing: _Writing, job: Job[Path]) -> None:
+        try:
+            writing.path = job.result()
+        except (OSError, CheckpointError) as error:
+            self._fault(f"the checkpoint of step {writing.step} was not written: {error}")
+            return
+        seconds = time.monotonic() - writing.began
+        self._events.emit(CheckpointWritten(step=writing.step, path=str(writing.path), seconds=seconds))
+
+    def _prune(self) -> None:
+        """In the thread for the disk."""
+        try:
+            self._store.prune(keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
+        except OSError as error:
+            self._loop.call_soon_threadsafe(self._fault, f"old checkpoints were not removed: {error}")
+
+    def _fault(self, what: str) -> None:
+        _log.warning(what)
+        self._events.emit(FaultSeen(component="checkpoint", what=what))
+
+    def _thread(self) -> TrainerThread:
+        if self._disk is None:
+            self._disk = TrainerThread("checkpoints")
+        return self._disk
+
+    async def _on_disk(self, what: str, call: Callable[[], T]) -> T:
+        return await self._thread().call(call, what=what, timeout_s=self._settings.timeout_s)

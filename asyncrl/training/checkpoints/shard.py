@@ -1,0 +1,102 @@
+"""One rank's part of a checkpoint: optimizer state, weights in full precision, random number generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError
+from asyncrl.training.checkpoints.files import write_bytes, write_tensors
+from asyncrl.training.checkpoints.manifest import FileRecord
+from asyncrl.training.layout import RankLayout
+from asyncrl.training.model_directory import HuggingFaceModel
+
+SHARDS = "trainer"
+"""Directory of the shards in a checkpoint."""
+MODEL = "model"
+"""Directory of the Hugging Face export in a checkpoint."""
+_RNG = "rng."
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """State of one rank; what the names mean is the trainer's affair."""
+
+    tensors: dict[str, Tensor]
+    """In host memory, shared with nobody."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Everything else, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank has to write: a copy in host memory, so that training may go on."""
+
+    shard: Shard
+    model: HuggingFaceModel | None = None
+    """The export; rank 0 writes it."""
+
+
+def shard_paths(directory: Path, layout: RankLayout) -> tuple[Path, Path]:
+    """Tensors and facts of one rank."""
+    stem = f"rank-{layout.rank:05d}-of-{layout.world_size:05d}"
+    return directory / SHARDS / f"{stem}.safetensors", directory / SHARDS / f"{stem}.json"
+
+
+def write_snapshot(snapshot: Snapshot, directory: Path, layout: RankLayout) -> dict[str, FileRecord]:
+    """Writes one rank's part into a staged checkpoint; returns its files by relative path. Raises OSError."""
+    tensors_path, facts_path = shard_paths(directory, layout)
+    tensors_path.parent.mkdir(exist_ok=True)
+    written = {
+        tensors_path: write_tensors(tensors_path, snapshot.shard.tensors),
+        facts_path: write_bytes(facts_path, msgspec.json.encode(snapshot.shard.facts) + b"\n"),
+    }
+    if snapshot.model is not None:
+        written |= snapshot.model.write(directory / MODEL)
+    return {str(path.relative_to(directory)): record for path, record in written.items()}
+
+
+def read_shard(directory: Path, layout: RankLayout) -> Shard:
+    """Raises CheckpointError, which names the file."""
+    tensors_path, facts_path = shard_paths(directory, layout)
+    try:
+        facts = msgspec.json.decode(facts_path.read_bytes(), type=dict[str, Any])
+        return Shard(load_file(tensors_path), facts)
+    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{directory} cannot be read on rank {layout.rank}: {error}") from error
+
+
+def capture_rng(trackers: Mapping[str, Tensor], device: torch.device) -> Shard:
+    """States of torch's, Python's and numpy's generators, the GPU's own, and named ones of the trainer's library."""
+    tensors = {f"{_RNG}tracker.{name}": state.cpu().clone() for name, state in trackers.items()}
+    tensors[f"{_RNG}torch"] = torch.get_rng_state()
+    if device.type == "cuda":
+        tensors[f"{_RNG}cuda"] = torch.cuda.get_rng_state(device)
+    numpy_state: Any = np.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    return Shard(tensors, {"rng": {"python": random.getstate(), "numpy": numpy_state}})
+
+
+def restore_rng(shard: Shard, device: torch.device) -> dict[str, Tensor]:
+    """Sets every generator of `capture_rng`; returns the states of the trackers, which the trainer sets itself."""
+    torch.set_rng_state(shard.tensors[f"{_RNG}torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(shard.tensors[f"{_RNG}cuda"], device)
+    rng = shard.facts["rng"]
+    version, state, gauss = rng["python"]
+    random.setstate((version, tuple(state), gauss))
+    numpy_state = rng["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    prefix = f"{_RNG}tracker."
+    return {name.removeprefix(prefix): state for name, state in shard.tensors.items() if name.startswith(prefix)}

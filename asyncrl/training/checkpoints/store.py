@@ -1,0 +1,249 @@
+"""The directory that holds the checkpoints of a run: staging, publication, what is intact, what is removed.
+
+    checkpoints/step-000300/    manifest.json   written last: without it there is no checkpoint
+                                model/          Hugging Face export, loads anywhere
+                                trainer/        shards of the ranks
+                                extra/          files of others: the ledger, the cursor in the data
+
+Invariants
+- A checkpoint appears by one rename, after every byte of it is on the disk. Whatever ends the process at whatever
+  moment, the checkpoints that were there before are there after, or a whole new one of the same step.
+- What is being written, replaced or removed has a name with a leading dot, which nobody takes for a checkpoint.
+- A directory that is not an intact checkpoint is never removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from asyncrl.errors import CheckpointError
+from asyncrl.training.checkpoints.files import read_record, sync_directory, write_bytes
+from asyncrl.training.checkpoints.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    SavedLayout,
+    SavedTensor,
+    check_layout,
+    decode_manifest,
+    encode_manifest,
+)
+from asyncrl.training.checkpoints.retention import to_remove
+
+_NAME = re.compile(r"step-(\d{6,})")
+_EXTRA = "extra"
+_EXTRA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_READERS = 8
+"""Files that are checked at the same time."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """An intact checkpoint."""
+
+    path: Path
+    manifest: Manifest
+    extra: Mapping[str, bytes]
+    """Files that were handed to `TrainGroup.save_checkpoint`, by name."""
+
+    @property
+    def step(self) -> int:
+        """Batches trained when it was written: the rollout id to go on with."""
+        return self.manifest.step
+
+
+class CheckpointStore:
+    """See the module's docstring. Every method blocks on the disk; one caller at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def path(self, step: int) -> Path:
+        return self._root / f"step-{step:06d}"
+
+    def newest(self) -> SavedCheckpoint | None:
+        """The intact checkpoint that was written last; None where there is no checkpoint at all.
+
+        Raises CheckpointError where there are some and none is intact: to begin anew would be to lose what was trained.
+        """
+        found, refused = self._survey()
+        newest = None
+        while found and newest is None:
+            try:
+                newest = read_checkpoint(found.pop()[0])
+            except CheckpointError as error:
+                refused.append(str(error))
+        if newest is None and refused:
+            raise CheckpointError(
+                f"no checkpoint in {self._root} is intact: {'; '.join(refused)}. Begin anew with checkpoint.resume = "
+                "never, or move them away and name another one"
+            )
+        for reason in refused:
+            _log.warning("a damaged checkpoint is passed over", reason=reason)
+        return newest
+
+    def tidy(self) -> None:
+        """Ends what a killed process left half-done; before the first `stage`."""
+        for entry in list(self._root.glob(".step-*")):
+            original = self._root / entry.name.split(".")[1]
+            if entry.name.endswith(".replaced") and not original.exists():
+                entry.rename(original)
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def stage(self, step: int, number: int) -> Path:
+        """A fresh directory, on the same disk, in which the `number`th checkpoint of this process is written."""
+        staging = self._root / f".{self.path(step).name}.{number}.partial"
+        staging.mkdir(parents=True)
+        return staging
+
+    def discard(self, staging: Path) -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def publish(
+        self,
+        staging: Path,
+        files: Mapping[str, FileRecord],
+        *,
+        step: int,
+        attempt: int,
+        layout: SavedLayout,
+        tensors: Mapping[str, SavedTensor],
+        extra: Mapping[str, bytes],
+    ) -> Path:
+        """Completes what the ranks have written in `staging` and gives it its name.
+
+        Raises:
+            CheckpointError: a file of a rank is not there, as on a disk that its node does not share.
+            OSError: the disk is full, ...; the checkpoint does not exist then.
+        """
+        for name, record in files.items():
+            _check_size(staging / name, name, record, staging)
+        records = dict(files)
+        for name, data in extra.items():
+            (staging / _EXTRA).mkdir(exist_ok=True)
+            records[f"{_EXTRA}/{name}"] = write_bytes(staging / _EXTRA / name, data)
+        manifest = Manifest(
+            serial=1 + max((m.serial for _, m in self._survey()[0]), default=0),
+            step=step,
+            attempt=attempt,
+            written_at=time.time(),
+            layout=layout,
+            tensors=dict(tensors),
+            files=records,
+        )
+        write_bytes(staging / MANIFEST, encode_manifest(manifest))
+        for directory, _, _ in os.walk(staging):
+            sync_directory(Path(directory))
+        target = self.path(step)
+        if target.exists():
+            old = self._root / f".{target.name}.replaced"
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            staging.rename(target)
+            sync_directory(self._root)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            staging.rename(target)
+            sync_directory(self._root)
+        return target
+
+    def prune(self, *, keep_last: int, keep_every: int) -> None:
+        """Removes the checkpoints that the policy does not keep. Raises OSError."""
+        found, _ = self._survey()
+        steps = [manifest.step for _, manifest in found]
+        for step in to_remove(steps, keep_last=keep_last, keep_every=keep_every):
+            doomed = self._root / f".{self.path(step).name}.removed"
+            shutil.rmtree(doomed, ignore_errors=True)
+            self.path(step).rename(doomed)  # in one step, so that it is never seen in part
+            shutil.rmtree(doomed)
+
+    def _survey(self) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+        """Checkpoints by their manifests alone, in the order of writing; and what is wrong with the others."""
+        found, damaged = [], []
+        for path in sorted(self._root.glob("step-*")):
+            if _NAME.fullmatch(path.name):
+                try:
+                    found.append((path, read_manifest(path)))
+                except CheckpointError as error:
+                    damaged.append(str(error))
+        return sorted(found, key=lambda entry: entry[1].serial), damaged
+
+
+def check_extra(extra: Mapping[str, bytes]) -> None:
+    """Raises ValueError for what is no plain name of a file."""
+    for name in extra:
+        if not _EXTRA_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+
+
+def read_checkpoint(path: Path) -> SavedCheckpoint:
+    """Reads and checks every byte of a checkpoint. Raises CheckpointError, which names the file that is wrong."""
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        _check_size(path / name, name, record, path)
+    with ThreadPoolExecutor(_READERS) as pool:
+        for problem in pool.map(lambda item: _damage(path, *item), manifest.files.items()):
+            if problem is not None:
+                raise CheckpointError(problem)
+    extra = {name.removeprefix(f"{_EXTRA}/"): path / name for name in manifest.files if name.startswith(f"{_EXTRA}/")}
+    return SavedCheckpoint(path, manifest, {name: file.read_bytes() for name, file in extra.items()})
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises CheckpointError for a directory without one."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        missing = f"it has no {MANIFEST}" if path.is_dir() else "there is no such directory"
+        raise CheckpointError(f"{path} is no complete checkpoint: {missing}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error.strerror}") from error
+    return decode_manifest(text, path / MANIFEST)
+
+
+def resume_from(root: Path, resume: Path | str, layout: SavedLayout) -> SavedCheckpoint | None:
+    """The checkpoint that a job begins from, as `checkpoint.resume` asks for; None begins from the model.
+
+    A run that has checkpoints of its own goes on from these, also where a path was given: that is where it once began.
+
+    Raises CheckpointError: it is damaged, or of another layout.
+    """
+    store = CheckpointStore(root)
+    store.tidy()
+    if resume == "never":
+        return None
+    found = store.newest()
+    if found is None and isinstance(resume, Path):
+        found = read_checkpoint(resume)
+    if found is not None:
+        check_layout(found.manifest, layout, found.path)
+    return found
+
+
+def _check_size(file: Path, name: str, record: FileRecord, path: Path) -> None:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {name}: {error.strerror}") from error
+    if size != record.size_bytes:
+        raise CheckpointError(f"{path} is damaged: {name} has {size} bytes, not {record.size_bytes}")
+
+
+def _damage(path: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        same = read_record(path / name) == record
+    except OSError as error:
+        return f"{path} cannot be read: {name}: {error.strerror}"
+    return None if same else f"{path} is damaged: the contents of {name} are not what was written (checksum)"

@@ -1,0 +1,89 @@
+"""Writes a model as a Hugging Face directory: safetensors beside the config and tokenizer files of another one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.training.checkpoints.files import write_bytes, write_tensors
+from asyncrl.training.checkpoints.manifest import FileRecord
+from asyncrl.weights.buckets import TensorSpec, plan_buckets
+
+_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
+"""Files of a model directory that are weights, which are written anew; everything else is copied."""
+
+MAX_FILE_BYTES = 4_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceModel:
+    """A whole model in host memory, in the numbers in which it will be stored."""
+
+    tensors: dict[str, Tensor]
+    source: Path
+    """Directory whose config and tokenizer files belong to it."""
+    dtype: torch.dtype
+
+    def write(self, directory: Path) -> dict[Path, FileRecord]:
+        """As `write_model`."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        return write_model(iter(self.tensors.items()), shapes, self.source, directory, dtype=self.dtype)
+
+
+def write_model(
+    tensors: Iterator[tuple[str, Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    source: Path,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> dict[Path, FileRecord]:
+    """Writes a directory that does not exist yet; returns its files.
+
+    Args:
+        tensors: name and whole tensor, in the order of `shapes`; of them only what fits one file is held at a time.
+
+    Raises:
+        OSError: `directory` is then incomplete.
+    """
+    directory.mkdir(parents=True)
+    written = {}
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
+            data = file.read_bytes()
+            written[directory / file.name] = write_bytes(
+                directory / file.name, _record_dtype(data, dtype) if file.name == "config.json" else data
+            )
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    files = plan_buckets((TensorSpec(name, name_of_dtype, s) for name, s in shapes.items()), max_file_bytes)
+    weight_map = {}
+    for i, specs in enumerate(files, start=1):
+        name_of_file = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        part = {}
+        for _ in specs:
+            name, tensor = next(tensors)
+            part[name] = tensor.to(device="cpu", dtype=dtype)
+            weight_map[name] = name_of_file
+        written[directory / name_of_file] = write_tensors(directory / name_of_file, part)
+    if len(files) > 1:
+        total = sum(spec.size_bytes for specs in files for spec in specs)
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+        path = directory / "model.safetensors.index.json"
+        written[path] = write_bytes(path, index.encode())
+    return written
+
+
+def _record_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """Keeps config.json true about the numbers of the weights beside it."""
+    fields = json.loads(config)
+    key = "torch_dtype" if "torch_dtype" in fields else "dtype"  # spelling of transformers 4 and 5
+    if fields.get(key) == (name := str(dtype).removeprefix("torch.")):
+        return config
+    return (json.dumps({**fields, key: name}, indent=2) + "\n").encode()

@@ -1,0 +1,212 @@
+"""The directory of checkpoints: what is intact, what is refused and by which name, and what a kill leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.errors import CheckpointError
+from asyncrl.training.checkpoints.manifest import SavedLayout, SavedTensor
+from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshot
+from asyncrl.training.checkpoints.store import CheckpointStore, check_extra, read_checkpoint, resume_from
+from asyncrl.training.layout import RankLayout
+from tests.training.ranks import fork_server
+
+LAYOUT = SavedLayout(1, 1)
+SHARD = "trainer/rank-00000-of-00001.safetensors"
+
+
+def save(root: Path, step: int, *, number: int = 1, layout: SavedLayout = LAYOUT, size: int = 10) -> Path:
+    store = CheckpointStore(root)
+    staging = store.stage(step, number)
+    tensors = {"weight": torch.full((size,), float(step))}
+    files = write_snapshot(Snapshot(Shard(tensors, {"step": step})), staging, RankLayout(0, 1, 0, 1))
+    return store.publish(
+        staging,
+        files,
+        step=step,
+        attempt=0,
+        layout=layout,
+        tensors={"weight": SavedTensor("float32", (size,))},
+        extra={"ledger.json": b"ledger of %d" % step},
+    )
+
+
+def test_what_was_saved_last_is_found_with_the_files_of_others(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "checkpoints").newest() is None
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+    found = CheckpointStore(tmp_path).newest()
+    assert found is not None
+    assert (found.path, found.step, found.extra) == (tmp_path / "step-000006", 6, {"ledger.json": b"ledger of 6"})
+    assert found.manifest.tensors == {"weight": SavedTensor("float32", (10,))}
+
+
+def test_after_a_set_back_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
+    for step in (3, 6, 4):
+        save(tmp_path, step)
+    found = CheckpointStore(tmp_path).newest()
+    assert found is not None and found.step == 4
+
+
+def test_a_checkpoint_of_the_same_step_replaces_the_former_one(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 3, size=20)
+    found = CheckpointStore(tmp_path).newest()
+    assert found is not None and found.manifest.tensors["weight"].shape == (20,)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path / SHARD, 20)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray((path / SHARD).read_bytes())
+    data[-1] ^= 1
+    (path / SHARD).write_bytes(data)
+
+
+def _garble(path: Path) -> None:
+    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-20])
+
+
+def _from_the_future(path: Path) -> None:
+    manifest = msgspec.json.decode((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_bytes(msgspec.json.encode({**manifest, "format": 99}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+    "cut manifest": (_garble, "manifest.json is damaged"),
+    "other format": (_from_the_future, "has format 99; this version of asyncrl reads format 1"),
+    "empty manifest": (lambda path: (path / "manifest.json").write_text("{}"), "has format None"),
+    "missing file": (lambda path: (path / SHARD).unlink(), f"{SHARD}: No such file or directory"),
+    "cut file": (_cut, f"{SHARD} has 20 bytes, not "),
+    "flipped bit": (_flip, f"the contents of {SHARD} are not what was written"),
+    "emptied": (lambda path: [shutil.rmtree(path), path.mkdir()], "it has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_intact_one_taken(tmp_path: Path, kind: str) -> None:
+    damage, message = DAMAGES[kind]
+    save(tmp_path, 3)
+    newest = save(tmp_path, 6)
+    damage(newest)
+    with pytest.raises(CheckpointError) as refused:
+        resume_from(tmp_path / "other", newest, LAYOUT)
+    assert str(newest) in str(refused.value) and message in str(refused.value)
+    found = resume_from(tmp_path, "auto", LAYOUT)
+    assert found is not None and found.step == 3
+    assert newest.exists(), "what is no intact checkpoint is left alone"
+
+
+def test_where_no_checkpoint_is_intact_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+    for step in (3, 6):
+        _flip(save(tmp_path, step))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact: .*step-000006.*step-000003") as refused:
+        resume_from(tmp_path, "auto", LAYOUT)
+    assert "checkpoint.resume = never" in str(refused.value)
+    assert resume_from(tmp_path, "never", LAYOUT) is None
+
+
+def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 3, layout=SavedLayout(4, 2))
+    for resume in ("auto", path):
+        with pytest.raises(CheckpointError) as refused:
+            resume_from(tmp_path, resume, SavedLayout(1, 1))
+        assert "written by 4 ranks (tensor parallel 2, data parallel 2)" in str(refused.value)
+        assert "this job has 1 rank (tensor parallel 1, data parallel 1)" in str(refused.value)
+
+
+def test_a_path_is_where_a_run_without_checkpoints_of_its_own_begins(tmp_path: Path) -> None:
+    elsewhere = save(tmp_path / "elsewhere", 9)
+    own = tmp_path / "own"
+    begun = resume_from(own, elsewhere, LAYOUT)
+    assert begun is not None and begun.step == 9
+    save(own, 12)
+    restarted = resume_from(own, elsewhere, LAYOUT)
+    assert restarted is not None and restarted.step == 12
+    with pytest.raises(CheckpointError, match="nowhere is no complete checkpoint: there is no such directory"):
+        resume_from(tmp_path / "fresh", tmp_path / "nowhere", LAYOUT)
+
+
+def test_old_checkpoints_are_removed_and_damaged_ones_are_not_counted(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+    (tmp_path / "step-000005/manifest.json").unlink()
+    (tmp_path / "step-of-mine").mkdir()
+    CheckpointStore(tmp_path).prune(keep_last=2, keep_every=2)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["step-000002", "step-000003", "step-000004", "step-000005", "step-of-mine"]
+
+
+def test_a_file_that_rank_0_cannot_see_is_no_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    staging = store.stage(3, 1)
+    files = write_snapshot(Snapshot(Shard({"a": torch.ones(1)})), staging, RankLayout(0, 1, 0, 1))
+    (staging / SHARD).unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        store.publish(staging, files, step=3, attempt=0, layout=LAYOUT, tensors={}, extra={})
+    assert store.newest() is None
+
+
+@pytest.mark.parametrize("name", ["", "../ledger", "a/b", ".hidden", "manifest\0"])
+def test_files_of_others_have_plain_names(name: str) -> None:
+    with pytest.raises(ValueError, match="no name for a file"):
+        check_extra({name: b""})
+
+
+def test_what_a_killed_process_left_half_done_is_ended(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "step-000003").rename(tmp_path / ".step-000003.replaced")  # killed between two renames
+    shutil.copytree(tmp_path / ".step-000003.replaced", tmp_path / ".step-000006.2.partial")
+    shutil.copytree(tmp_path / ".step-000003.replaced", tmp_path / ".step-000001.removed")
+    found = resume_from(tmp_path, "auto", LAYOUT)
+    assert found is not None and found.step == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+def write_forever(root: Path, first: int, announced: multiprocessing.connection.Connection) -> None:
+    """Each step is saved twice, so that replacing is met too; keeps two."""
+    for number in range(1_000_000):
+        step = first + number // 2
+        save(root, step, number=number, size=200_000)
+        announced.send(step)
+        CheckpointStore(root).prune(keep_last=2, keep_every=0)
+
+
+def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    context, chance = fork_server(), random.Random(0)
+    newest = 0
+    for _ in range(15):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=write_forever, args=(tmp_path, newest + 1, sender), daemon=True)
+        process.start()
+        sender.close()
+        assert receiver.poll(60)
+        time.sleep(chance.uniform(0, 0.06))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        try:
+            while True:
+                announced = receiver.recv()
+        except EOFError:
+            pass
+        found = resume_from(tmp_path, "auto", LAYOUT)
+        assert found is not None and found.step >= announced
+        assert len(list(tmp_path.iterdir())) <= 3, "nothing is left of what was half-done"
+        assert read_checkpoint(found.path).extra == {"ledger.json": b"ledger of %d" % found.step}
+        newest = found.step
