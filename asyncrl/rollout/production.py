@@ -1,7 +1,8 @@
 """Production: turns prompts into finished groups, as far ahead of the trainer as admission allows.
 
 Which group may begin and which make up a batch is decided in `admission.py`; this is the shell around it: a task for
-each group, the filters, and the wait for the next batch.
+each group, the filters, and the wait for the next batch. A group is admitted only when it is about to get a slot of the
+engines, so that tasks, memory and the work of one turn of the event loop follow what runs, not what might.
 
 Invariants
 - Every admitted group ends once, in a batch or with a reason (`ledger.py`); `aclose` sees to those that are left.
@@ -31,6 +32,7 @@ from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.ledger import Ledger
 
 _CLOSE_TIMEOUT_S = 5.0
+_NEXT = 2  # groups that wait for their first slot: enough that no slot stays free when one ends
 _MIN_DROPS = 8  # groups that one batch may lose even when it is small
 _MAX_FILTERED = 32  # batches' worth of groups that filters may take out while one is gathered
 
@@ -95,31 +97,39 @@ class Production:
         self._published: int | None = None
         self._again: deque[Issue] = deque()
         self._live: dict[str, Issue] = {}
+        self._starting: set[str] = set()
+        """Groups that were admitted, and have no request under way yet."""
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._finished: dict[str, SampleGroup] = {}
         self._failure: AsyncRLError | None = None
         self._taking: int | None = None
-        self._tasks: anyio.abc.TaskGroup | None = None
-        self._closed = anyio.Event()
+        self._serving = False
+        self._closed = False
         self._ended = anyio.Event()
         self._changed = anyio.Event()
         self._collection = self._new_collection()
 
     async def serve(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Runs the groups' tasks until `aclose`."""
+        """Admits groups and runs their tasks until `aclose`."""
+        self._serving = True
         try:
-            async with anyio.create_task_group() as self._tasks:
+            async with anyio.create_task_group() as tasks:
                 task_status.started()
-                await self._closed.wait()
-                self._tasks.cancel_scope.cancel()
+                while not self._closed:
+                    if (admission := self._may_admit()) is not None:
+                        issue = self._admit(admission)
+                        tasks.start_soon(self._run, issue, admission, name=f"group {issue.group_id}")
+                    else:
+                        await self._changed.wait()
+                tasks.cancel_scope.cancel()
         finally:
             self._ended.set()
 
     async def aclose(self) -> None:
         """Ends what is being generated; what no batch took is dropped. Idempotent."""
-        self._closed.set()
+        self._closed = True
         self._wake()
-        if self._tasks is not None:
+        if self._serving:
             with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
                 await self._ended.wait()
         for group_id in list(self._live):
@@ -128,14 +138,13 @@ class Production:
     def run_ahead(self, first: int, horizon: int) -> None:
         """Begins to generate for the batches [first, horizon), as far ahead as the weights allow."""
         self._begin(first).extend(horizon)
-        self._fill()
+        self._wake()
 
     def publish(self, step: int | None) -> None:
         """The engines hold weights of `step`; None: of no known step, as weights that never change."""
         self._published = step
         if self._admission is not None and step is not None:
             self._admission.publish(step)
-            self._fill()
             self._wake()
 
     async def take(self, step: int) -> Taken:
@@ -144,7 +153,7 @@ class Production:
         Raises RolloutError out of order, for weights that are too old for the batch, when too many groups failed or
         were filtered, or on `aclose`; and what else made generation fail.
         """
-        if self._taking is not None or self._closed.is_set():
+        if self._taking is not None or self._closed:
             raise RolloutError(f"rollout {step} is being gathered already, or the executor was disposed")
         admission = self._begin(step)
         if step != admission.step:
@@ -172,29 +181,34 @@ class Production:
                 self._admission.publish(self._published)
         return self._admission
 
-    def _fill(self) -> None:
-        """Admits as many groups as there is room for."""
-        admission, tasks = self._admission, self._tasks
-        if admission is None or tasks is None or self._failure is not None or self._closed.is_set():
-            return
-        for _ in range(admission.room):
-            if self._again:
-                issue = self._again.popleft()
-            else:
-                draw = self._stream.draw()
-                issue = Issue(draw.ordinal, draw.prompt, draw.epoch)
-            self._events.emit(self._ledger.admit(issue.group_id, issue.prompt.prompt_id, issue.epoch))
-            admission.admit(issue.group_id)
-            self._live[issue.group_id] = issue
-            tasks.start_soon(self._run, issue, admission, name=f"group {issue.group_id}")
+    def _may_admit(self) -> Admission | None:
+        """Where the next group is to be admitted; None while none may be, or enough wait for a slot."""
+        admission = self._admission
+        if admission is None or self._failure is not None or len(self._starting) >= _NEXT or not admission.room:
+            return None
+        return admission
+
+    def _admit(self, admission: Admission) -> Issue:
+        if self._again:
+            issue = self._again.popleft()
+        else:
+            draw = self._stream.draw()
+            issue = Issue(draw.ordinal, draw.prompt, draw.epoch)
+        self._events.emit(self._ledger.admit(issue.group_id, issue.prompt.prompt_id, issue.epoch))
+        admission.admit(issue.group_id)
+        self._live[issue.group_id] = issue
+        self._starting.add(issue.group_id)
+        return issue
 
     async def _run(self, issue: Issue, admission: Admission) -> None:
         group_id = issue.group_id
 
         def started() -> None:
             if group_id in self._live:
+                self._starting.remove(group_id)
                 admission.start(group_id)
                 self._events.emit(self._ledger.run(group_id))
+                self._wake()
 
         with anyio.CancelScope() as self._scopes[group_id]:
             try:
@@ -216,7 +230,6 @@ class Production:
             error = self._judge(issue, group, admission)
         if error is not None:
             self.fail(error)
-        self._fill()
         self._wake()
 
     def _judge(self, issue: Issue, group: SampleGroup, admission: Admission) -> RolloutError | None:
@@ -249,6 +262,7 @@ class Production:
         self._events.emit(self._ledger.drop(group_id, reason))
         del self._live[group_id]
         self._finished.pop(group_id, None)
+        self._starting.discard(group_id)
         if (scope := self._scopes.get(group_id)) is not None:
             scope.cancel()
 
@@ -260,15 +274,15 @@ class Production:
 
     async def _next_batch(self, admission: Admission) -> Batch:
         admission.extend(admission.step + 1)
+        self._wake()
         while True:
             if self._failure is not None:
                 error, self._failure, self._collection = self._failure, None, self._new_collection()
                 raise error
-            if self._closed.is_set():
+            if self._closed:
                 raise RolloutError(f"the executor was disposed while rollout {admission.step} was gathered")
             if (reason := admission.impossible()) is not None:
                 raise RolloutError(f"{reason}; publish newer weights before this batch is asked for")
-            self._fill()
             decision = admission.next_batch()
             if isinstance(decision, Batch):
                 return decision
@@ -291,7 +305,7 @@ class Production:
             del self._live[group_id]
         taken = tuple(self._finished.pop(group_id) for group_id in batch.groups)
         self._collection = self._new_collection()
-        self._fill()
+        self._wake()
         return Taken(taken, epoch, collection, admission.finished)
 
     def _new_collection(self) -> Collection:
