@@ -68,6 +68,7 @@ class CheckpointSaver:
         self._task_group = task_group
         self._loop = asyncio.get_running_loop()
         self._store = CheckpointStore(self._root)
+        self._completion = anyio.CancelScope()
         self._disk: TrainerThread | None = None
         self._number = 0
         self._writing: _Writing | None = None
@@ -140,20 +141,22 @@ class CheckpointSaver:
             self._loop.call_soon_threadsafe(self.wrote, 0, message)
 
     def close(self) -> None:
-        """Lets the thread end; does not wait for it."""
+        """Gives up what is being written, and lets the thread end without waiting for it."""
+        self._completion.cancel()
         if self._disk is not None:
             self._disk.close()
 
     async def _complete(self, writing: _Writing, tensors: dict[str, SavedTensor], extra: dict[str, bytes]) -> None:
         try:
-            await self._patiently(writing, writing.reported.wait)
-            publication = self._thread().submit(lambda: self._publish(writing, tensors, extra), what="publication")
-            await self._patiently(writing, publication.wait)
-            self._conclude(writing, publication)
-            if writing.path is not None:
-                removal = self._thread().submit(self._prune, what="removal of old checkpoints")
-                await self._patiently(writing, removal.wait)
-                removal.result()
+            with anyio.CancelScope() as self._completion:
+                await self._patiently(writing, writing.reported.wait)
+                publication = self._thread().submit(lambda: self._publish(writing, tensors, extra), what="publication")
+                await self._patiently(writing, publication.wait)
+                self._conclude(writing, publication)
+                if writing.path is not None:
+                    removal = self._thread().submit(self._prune, what="removal of old checkpoints")
+                    await self._patiently(writing, removal.wait)
+                    removal.result()
         finally:
             self._writing = None
             writing.ended.set()

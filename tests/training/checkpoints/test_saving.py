@@ -1,0 +1,230 @@
+"""TrainGroup.save_checkpoint and resume over scripted ranks: beside the training, through full and slow disks."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.errors import CheckpointError
+from asyncrl.observability.events import EventLog
+from asyncrl.training.checkpoints import writing
+from asyncrl.training.train_group import TrainGroup
+from tests.training.worlds import ScriptedTrainer, hang, make_batch, run_world
+
+EXTRA = {"ledger.json": b"{}", "cursor.json": b"[7]"}
+
+
+def config_of(directory: Path, **checkpoint: Any) -> dict[str, Any]:
+    return {"run": {"dir": str(directory)}, "checkpoint": checkpoint}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def faults(events: EventLog) -> list[str]:
+    return [str(event["what"]) for event in events.recent if event["kind"] == "fault_seen"]
+
+
+async def until(events: EventLog, kind: str, count: int = 1) -> None:
+    reached = anyio.Event()
+
+    def look(_: object) -> None:
+        if sum(event["kind"] == kind for event in events.recent) >= count:
+            reached.set()
+
+    events.listen(look)
+    look(None)
+    with anyio.fail_after(10):
+        await reached.wait()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_job_goes_on_where_the_last_checkpoint_was_and_has_the_files_of_others_back(
+    world_size: int, tmp_path: Path
+) -> None:
+    async def first(group: TrainGroup, events: EventLog) -> Any:
+        start = await group.init()
+        for step in range(4):
+            await group.train(step, make_batch())
+            await group.save_checkpoint(step, EXTRA if step == 3 else None, wait=step < 3)
+        return start, group.resumed  # the last one is completed by the disposal
+
+    async def second(group: TrainGroup, events: EventLog) -> Any:
+        start = await group.init()
+        assert group.resumed is not None
+        await group.train(start, make_batch())
+        kinds = [event["kind"] for event in events.recent]
+        return start, dict(group.resumed.extra), kinds, group.statistics().step
+
+    config = config_of(tmp_path, keep_last=2, keep_every=0)
+    assert run_world(first, world_size=world_size, config=config).value == (0, None)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+    world = run_world(second, world_size=world_size, config=config)
+    assert world.value == (4, EXTRA, ["trainer_resumed", "trainer_ready", "trainer_stepped"], 5)
+    assert world.exit_codes == (0,) * world_size
+
+
+def limit_files(trainer: ScriptedTrainer) -> None:
+    """The last rank's disk takes only tiny files from now on; rank 0's log is a file too."""
+    if trainer.layout.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def test_a_rank_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    async def before(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        await group.train(0, make_batch())
+        return str(await group.save_checkpoint(0, wait=True))
+
+    async def full(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        await group.train(1, make_batch())
+        saved = await group.save_checkpoint(1, EXTRA, wait=True)
+        await group.train(2, make_batch())
+        return saved, faults(events), group.statistics().step
+
+    config = config_of(tmp_path)
+    assert run_world(before, config=config).value.endswith("checkpoints/step-000001")
+    saved, [what], step = run_world(full, config=config, on_init=limit_files).value
+    assert (saved, step) == (None, 3)
+    assert what.startswith("the checkpoint of step 2 was not written: ")
+    assert "rank 1: OSError" in what and "File too large" in what
+    assert names(tmp_path) == ["step-000001"], "nothing is left of it, and the former one is intact"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real disk of 64 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_on_a_disk_without_room_for_the_extra_files_the_former_checkpoint_stays(small_disk: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        saved = [
+            await group.save_checkpoint(0, {"a": b"x"}, wait=True),
+            await group.save_checkpoint(1, {"a": bytes(100_000)}, wait=True),
+            await group.save_checkpoint(2, {"a": b"x"}, wait=True),
+        ]
+        return [path is not None for path in saved], faults(events)
+
+    saved, what = run_world(scenario, world_size=1, config=config_of(small_disk, keep_last=5)).value
+    assert saved == [True, False, True]
+    assert what == ["the checkpoint of step 2 was not written: [Errno 28] No space left on device"]
+    assert names(small_disk) == ["step-000001", "step-000003"]
+
+
+def slow_disk(trainer: ScriptedTrainer) -> None:
+    """The last rank's disk answers once a file `go` is in the run directory."""
+    if trainer.layout.rank == trainer.layout.world_size - 1:
+        write, go = writing.write_snapshot, trainer.config.run.dir / "go"
+
+        def slow(*arguments: Any) -> Any:
+            while not go.exists():
+                time.sleep(0.005)
+            return write(*arguments)
+
+        writing.write_snapshot = slow
+
+
+def test_a_slow_disk_is_named_and_costs_the_checkpoints_that_come_due_meanwhile(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        results = []
+        for step in range(3):
+            await group.train(step, make_batch())  # nothing stands still
+            results.append(await group.save_checkpoint(step))
+        await until(events, "fault_seen", 3)
+        said = faults(events)
+        waited = await group.save_checkpoint(3, wait=True)
+        (tmp_path / "go").touch()
+        await until(events, "checkpoint_written")
+        results.append(await group.save_checkpoint(4, wait=True))
+        return results, waited, said, [e["step"] for e in events.recent if e["kind"] == "checkpoint_written"]
+
+    config = config_of(tmp_path, timeout_s=0.3)
+    results, waited, said, written = run_world(scenario, world_size=2, config=config, on_init=slow_disk).value
+    path = tmp_path / "checkpoints"
+    assert results == [path / "step-000001", None, None, path / "step-000005"]
+    assert waited is None
+    assert written == [1, 5]
+    assert set(said) == {
+        "no checkpoint of step 2: that of step 1 is still being written",
+        "no checkpoint of step 3: that of step 1 is still being written",
+        "rank 1 still writes the checkpoint of step 1 after 0.3 s",
+    }
+
+
+def test_a_disk_that_never_answers_does_not_hold_the_end_of_the_job(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return str(await group.save_checkpoint(0))
+
+    world = run_world(scenario, world_size=2, config=config_of(tmp_path, timeout_s=0.2), on_init=slow_disk)
+    assert world.exit_codes == (0, 0)
+    assert world.seconds < 10
+    assert not (tmp_path / "checkpoints/step-000001").exists()
+
+
+def test_a_caller_that_gives_up_while_the_state_is_copied_leaves_room_for_the_next(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.train, 0, make_batch())
+            with anyio.move_on_after(0.01) as gave_up:
+                await group.save_checkpoint(0)
+        await until(events, "fault_seen")
+        return gave_up.cancelled_caught, str(await group.save_checkpoint(1, wait=True)), faults(events)
+
+    def slow_training(trainer: ScriptedTrainer) -> None:
+        trainer.faults = {(0, "train"): lambda: time.sleep(0.2)}
+
+    gave_up, saved, [what] = run_world(scenario, world_size=2, config=config_of(tmp_path), on_init=slow_training).value
+    assert gave_up and saved.endswith("step-000002")
+    assert what == "the checkpoint of step 1 was not written: its copy was given up"
+    assert "step-000002" in names(tmp_path) and "step-000001" not in names(tmp_path)
+
+
+def test_a_checkpoint_of_another_layout_ends_init_with_both_named(tmp_path: Path) -> None:
+    async def save(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return await group.save_checkpoint(0, wait=True) is not None
+
+    async def resume(group: TrainGroup, events: EventLog) -> Any:
+        with pytest.raises(CheckpointError) as refused:
+            await group.init()
+        return str(refused.value)
+
+    async def never(group: TrainGroup, events: EventLog) -> Any:
+        return await group.init(), group.resumed
+
+    assert run_world(save, world_size=2, config=config_of(tmp_path)).value
+    message = run_world(resume, world_size=1, config=config_of(tmp_path)).value
+    assert "was written by 2 ranks (tensor parallel 1, data parallel 2), and this job has 1 rank" in message
+    assert run_world(never, world_size=1, config=config_of(tmp_path, resume="never")).value == (0, None)
+
+
+def test_a_rank_that_hangs_while_it_copies_its_state_is_named(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        with pytest.raises(Exception, match="copying the state did not end within") as hung:
+            await group.save_checkpoint(0)
+        return str(hung.value)
+
+    config = {**config_of(tmp_path), "train": {"step_timeout_s": 0.5}}
+    message = run_world(scenario, config=config, world_size=2, faults={(1, "snapshot"): hang}).value
+    assert "rank 1 is at:" in message
