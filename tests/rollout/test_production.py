@@ -57,6 +57,19 @@ async def test_as_much_is_generated_ahead_as_the_weights_allow_and_no_more(start
         assert states(executor) == {"trained": 9} and len(engine.requests) == 3 * 12, "three were asked for in all"
 
 
+async def test_groups_are_admitted_as_slots_become_free(start_executor: StartExecutor) -> None:
+    hang = Action(fault="hang")
+    async with (
+        scripted_engine(lambda request, number: hang) as engine,
+        start_executor(engine, rollout={"max_staleness": 300, "concurrency": 6}) as executor,
+    ):
+        publish(engine, executor, 0)
+        executor.generate_ahead(0, 1000)
+        await engine.until(lambda e: e.in_flight == 6)
+        await anyio.wait_all_tasks_blocked()
+        assert states(executor) == {"running": 2, "admitted": 2}
+
+
 async def test_without_it_nothing_is_generated_unless_asked_for(start_executor: StartExecutor) -> None:
     async with scripted_engine() as engine, start_executor(engine, rollout={"max_staleness": 3}) as executor:
         publish(engine, executor, 0)
