@@ -1,8 +1,10 @@
 """Files that are on the disk, and known by size and checksum, when the call returns.
 
 Invariants
-- The interpreter's lock is held for microseconds only, however large a tensor is: writing goes on beside the event
-  loop (safetensors' own writer holds it for the whole file: 150 ms a gigabyte, far longer once the disk is behind).
+- The checksum is that of the bytes in memory, taken as they are written: nothing is read back, so that what the disk
+  made of them is noticed later. safetensors' own writer knows neither this nor the disk, and a full one is not an
+  OSError there.
+- Other threads have their turn meanwhile, however large a tensor is.
 - No pickle: tensors are safetensors, everything else is bytes.
 """
 

@@ -51,19 +51,18 @@ def test_a_record_notices_one_flipped_bit(tmp_path: Path) -> None:
     assert read_record(path) != record
 
 
-def test_other_threads_run_on_while_a_large_tensor_is_written(tmp_path: Path) -> None:
-    tensors = {"large": torch.ones(200, 1 << 18)}  # 200 MiB
+def test_other_threads_have_their_turn_while_a_large_tensor_is_written(tmp_path: Path) -> None:
+    tensors = {"large": torch.ones(300, 1 << 18)}  # 300 MiB
     writer = threading.Thread(target=write_tensors, args=(tmp_path / "large", tensors))
-    gaps, last = [], time.thread_time()
+    turns = 0
+    began = time.perf_counter()
     writer.start()
     while writer.is_alive():
-        began = time.perf_counter()
-        sum(range(1000))  # needs the interpreter's lock
-        gaps.append(time.perf_counter() - began)
         time.sleep(0.001)
-    writer.join()
-    assert len(gaps) > 10 and last >= 0
-    assert sorted(gaps)[len(gaps) * 9 // 10] < 0.02
+        turns += 1
+    seconds = time.perf_counter() - began
+    (tmp_path / "large").unlink()
+    assert turns > seconds / 0.02
 
 
 def test_a_shard_is_read_back_on_its_own_rank_and_generators_go_on_where_they_were(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import EventLog
 from asyncrl.training.checkpoints import writing
 from asyncrl.training.train_group import TrainGroup
-from tests.training.worlds import ScriptedTrainer, hang, make_batch, run_world
+from tests.training.worlds import ScriptedTrainer, make_batch, run_world
 
 EXTRA = {"ledger.json": b"{}", "cursor.json": b"[7]"}
 
@@ -216,15 +216,3 @@ def test_a_checkpoint_of_another_layout_ends_init_with_both_named(tmp_path: Path
     message = run_world(resume, world_size=1, config=config_of(tmp_path)).value
     assert "was written by 2 ranks (tensor parallel 1, data parallel 2), and this job has 1 rank" in message
     assert run_world(never, world_size=1, config=config_of(tmp_path, resume="never")).value == (0, None)
-
-
-def test_a_rank_that_hangs_while_it_copies_its_state_is_named(tmp_path: Path) -> None:
-    async def scenario(group: TrainGroup, events: EventLog) -> Any:
-        await group.init()
-        with pytest.raises(Exception, match="copying the state did not end within") as hung:
-            await group.save_checkpoint(0)
-        return str(hung.value)
-
-    config = {**config_of(tmp_path), "train": {"step_timeout_s": 0.5}}
-    message = run_world(scenario, config=config, world_size=2, faults={(1, "snapshot"): hang}).value
-    assert "rank 1 is at:" in message

@@ -190,7 +190,7 @@ def write_forever(root: Path, first: int, announced: multiprocessing.connection.
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
     context, chance = fork_server(), random.Random(0)
     newest = 0
-    for _ in range(15):
+    for _ in range(12):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=write_forever, args=(tmp_path, newest + 1, sender), daemon=True)
         process.start()
