@@ -75,9 +75,13 @@ class CheckpointSaver:
 
     async def resume(self) -> SavedCheckpoint | None:
         """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""
-        return await self._on_disk(
-            "reading the checkpoint", lambda: resume_from(self._root, self._settings.resume, self._layout)
-        )
+        where = self._settings.resume
+        try:
+            return await self._on_disk("checkpoints", lambda: resume_from(self._root, where, self._layout))
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{self._root}: {error}; the disk hangs, or checkpoint.timeout_s is too short"
+            ) from None
 
     async def save(
         self,
@@ -96,14 +100,18 @@ class CheckpointSaver:
             self._fault(f"no checkpoint of step {step}: that of step {self._writing.step} is still being written")
             return None
         self._number += 1
-        number = self._number
-        try:
-            staging = await self._on_disk("making room for the checkpoint", lambda: self._store.stage(step, number))
-        except (OSError, TimeoutError) as error:
-            self._fault(f"no checkpoint of step {step}: {error}")
-            return None
+        number, staging = self._number, self._store.staging(step, self._number)
         writing = _Writing(number, step, staging, time.monotonic(), set(range(self._layout.ranks)))
         self._writing = writing
+        try:
+            await self._on_disk("making room for the checkpoint", lambda: staging.mkdir(parents=True))
+        except BaseException as error:
+            self._writing = None
+            writing.ended.set()
+            if not isinstance(error, OSError):  # TimeoutError is one
+                raise
+            self._fault(f"no checkpoint of step {step}: {error}")
+            return None
         self._task_group.start_soon(self._complete, writing, dict(tensors), dict(extra), name="checkpoint")
         try:
             await copy(number, staging)

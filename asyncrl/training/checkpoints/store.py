@@ -94,7 +94,7 @@ class CheckpointStore:
         return newest
 
     def tidy(self) -> None:
-        """Ends what a killed process left half-done; before the first `stage`."""
+        """Ends what a killed process left half-done; before the first is written."""
         for entry in list(self._root.glob(".step-*")):
             original = self._root / entry.name.split(".")[1]
             if entry.name.endswith(".replaced") and not original.exists():
@@ -102,11 +102,9 @@ class CheckpointStore:
             else:
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def stage(self, step: int, number: int) -> Path:
-        """A fresh directory, on the same disk, in which the `number`th checkpoint of this process is written."""
-        staging = self._root / f".{self.path(step).name}.{number}.partial"
-        staging.mkdir(parents=True)
-        return staging
+    def staging(self, step: int, number: int) -> Path:
+        """Where the `number`th checkpoint of this process is written: on the same disk, for the caller to make."""
+        return self._root / f".{self.path(step).name}.{number}.partial"
 
     def discard(self, staging: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)

@@ -216,3 +216,17 @@ def test_a_checkpoint_of_another_layout_ends_init_with_both_named(tmp_path: Path
     message = run_world(resume, world_size=1, config=config_of(tmp_path)).value
     assert "was written by 2 ranks (tensor parallel 1, data parallel 2), and this job has 1 rank" in message
     assert run_world(never, world_size=1, config=config_of(tmp_path, resume="never")).value == (0, None)
+
+
+def test_a_directory_that_cannot_be_made_costs_the_checkpoint(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        (tmp_path / "checkpoints").touch()
+        saved = [await group.save_checkpoint(0), await group.save_checkpoint(1, wait=True)]
+        (tmp_path / "checkpoints").unlink()
+        return saved, str(await group.save_checkpoint(2, wait=True)), faults(events)
+
+    saved, later, what = run_world(scenario, world_size=1, config=config_of(tmp_path)).value
+    assert saved == [None, None]
+    assert later.endswith("step-000003")
+    assert len(what) == 2 and what[0].startswith("no checkpoint of step 1: [Errno 20] Not a directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -17,9 +18,11 @@ import torch
 
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.manifest import SavedLayout, SavedTensor
+from asyncrl.training.checkpoints.restoring import restore
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshot
 from asyncrl.training.checkpoints.store import CheckpointStore, check_extra, read_checkpoint, resume_from
 from asyncrl.training.layout import RankLayout
+from asyncrl.weights.buckets import TensorSpec
 from tests.training.ranks import fork_server
 
 LAYOUT = SavedLayout(1, 1)
@@ -28,7 +31,8 @@ SHARD = "trainer/rank-00000-of-00001.safetensors"
 
 def save(root: Path, step: int, *, number: int = 1, layout: SavedLayout = LAYOUT, size: int = 10) -> Path:
     store = CheckpointStore(root)
-    staging = store.stage(step, number)
+    staging = store.staging(step, number)
+    staging.mkdir(parents=True)
     tensors = {"weight": torch.full((size,), float(step))}
     files = write_snapshot(Snapshot(Shard(tensors, {"step": step})), staging, RankLayout(0, 1, 0, 1))
     return store.publish(
@@ -130,6 +134,41 @@ def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
         assert "this job has 1 rank (tensor parallel 1, data parallel 1)" in str(refused.value)
 
 
+@dataclasses.dataclass
+class Model:
+    """A trainer of some model."""
+
+    specs: tuple[TensorSpec, ...]
+    restored: Shard | None = None
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        return self.specs
+
+    def restore(self, shard: Shard) -> None:
+        self.restored = shard
+
+
+@pytest.mark.parametrize(
+    ("specs", "difference"),
+    [
+        ((TensorSpec("weight", "float32", (11,)),), "weight is float32 [10] there and float32 [11] in this job"),
+        ((TensorSpec("weight", "bfloat16", (10,)),), "weight is float32 [10] there and bfloat16 [10] in this job"),
+        ((TensorSpec("other", "float32", (10,)),), "other is absent there and float32 [10] in this job"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_differs(
+    tmp_path: Path, specs: tuple[TensorSpec, ...], difference: str
+) -> None:
+    path, layout = save(tmp_path, 3), RankLayout(0, 1, 0, 1)
+    same, other = Model((TensorSpec("weight", "float32", (10,)),)), Model(specs)
+    restore(same, path, layout)
+    assert same.restored is not None and same.restored.facts == {"step": 3}
+    with pytest.raises(CheckpointError) as refused:
+        restore(other, path, layout)
+    assert f"{path} is a checkpoint of another model: {difference}" in str(refused.value)
+    assert other.restored is None
+
+
 def test_a_path_is_where_a_run_without_checkpoints_of_its_own_begins(tmp_path: Path) -> None:
     elsewhere = save(tmp_path / "elsewhere", 9)
     own = tmp_path / "own"
@@ -154,7 +193,8 @@ def test_old_checkpoints_are_removed_and_damaged_ones_are_not_counted(tmp_path: 
 
 def test_a_file_that_rank_0_cannot_see_is_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    staging = store.stage(3, 1)
+    staging = store.staging(3, 1)
+    staging.mkdir(parents=True)
     files = write_snapshot(Snapshot(Shard({"a": torch.ones(1)})), staging, RankLayout(0, 1, 0, 1))
     (staging / SHARD).unlink()
     with pytest.raises(CheckpointError, match="No such file"):
