@@ -47,7 +47,7 @@ test: test-fast
 	$(BIN)/python -m pytest -m "system and not long"
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long --timeout 7200
+	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=7300
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 """An engine holds nothing that needs an orderly end; by itself it takes 6 s."""
 TAIL_LINES = 20
+RETURN_TIMEOUT_S = 5.0
+"""For `run` to return once its process has ended: milliseconds, unless the loop is starved."""
 HEAD_START_S = 0.1
 """For the router to forget an engine before it is killed: 2 to 70 ms measured."""
 
@@ -144,7 +146,8 @@ class EngineKeeper:
         with contextlib.suppress(EngineError):
             await self._host.stop(self.engine.engine_id, GRACE_S)
         if self._running:
-            await self._returned.wait()  # nothing of it meddles with the process that may follow
+            with anyio.move_on_after(RETURN_TIMEOUT_S):
+                await self._returned.wait()  # nothing of it meddles with the process that may follow
         if self.engine.state is not EngineState.STOPPED:
             self.engine.move(EngineState.STOPPED)
 

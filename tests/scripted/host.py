@@ -106,9 +106,12 @@ class ScriptedHost:
 
     async def _run(self, name: str, port: int, process: _Process, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         server = process.server
-        returncode = await server.run(port, task_status=task_status)
-        process.exit = ProcessExit(name, server.pid, returncode, server.last_words, process.requested)
-        process.ended.set()
+        returncode = -signal.SIGKILL  # of a spawn that is abandoned
+        try:
+            returncode = await server.run(port, task_status=task_status)
+        finally:
+            process.exit = ProcessExit(name, server.pid, int(returncode), server.last_words, process.requested)
+            process.ended.set()
 
     async def _end(self, name: str, returncode: int) -> ProcessExit:
         process = self._process(name)
