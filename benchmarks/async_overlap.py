@@ -12,7 +12,10 @@ the synchronous loop (max_staleness 0) and generation ahead (1 and 3), each twic
   of it, and whoever waits for each batch pays the mean of the larger of two times, not the larger of their means.
 
 `over max` is the wall time over the sum of max(T_gen, T_train) of the same batches, `over mean` that over the larger of
-the means. Every batch is checked against its bound. Prints a table and writes benchmarks/results/async_overlap.json.
+the means. Every batch is checked against its bound. `starved` is the share of time in which this process had work and
+got no CPU (it uses a tenth of a core): on a shared machine that, too, makes a trainer wait.
+
+Prints a table and writes benchmarks/results/async_overlap.json.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -50,6 +54,8 @@ TOKENS = 32
 """Of every answer: its length is a matter of time here."""
 MOST_OVER_MAX, LEAST_RATIO, MOST_IDLE = 1.05, 1.8, 0.05
 """Aims: wall per step over max(T_gen, T_train) at 1; synchronous over asynchronous at 1; the trainer's wait at 3."""
+
+TICK_S = 0.01
 
 Draw = Literal["same", "drawn"]
 
@@ -116,10 +122,25 @@ class Engine:
         return web.Response(body=msgspec.json.encode({"text": "x", "meta_info": meta}), content_type="application/json")
 
 
+class Starvation:
+    """Counts the seconds by which a timer comes late although the process does nothing meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            began, cpu_s = time.monotonic(), time.process_time()
+            await anyio.sleep(TICK_S)
+            idle_s = time.monotonic() - began - TICK_S - (time.process_time() - cpu_s)
+            self.seconds += max(0.0, idle_s - TICK_S)
+
+
 class Bench:
     """What all runs share."""
 
-    def __init__(self, model: Path, prompts: Path, unit_s: float) -> None:
+    def __init__(self, model: Path, prompts: Path, unit_s: float, starvation: Starvation) -> None:
+        self._starvation = starvation
         self._model, self._prompts, self._unit_s = model, prompts, unit_s
         self._tokenizer = PolicyTokenizer.load(model)
 
@@ -185,10 +206,10 @@ class Bench:
             executor.set_weight_version(engine.version)
             if max_staleness:
                 executor.generate_ahead(0, len(t_gen) + max_staleness)  # as if more steps followed
-            began = busy_s = 0.0
+            began = busy_s = starved_s = 0.0
             for step in range(len(t_gen)):
                 if step == FILL:
-                    began, busy_s = anyio.current_time(), engine.busy_s
+                    began, busy_s, starved_s = anyio.current_time(), engine.busy_s, self._starvation.seconds
                 bound.check(await executor.get(step))
                 waits.append(executor.last_rollout.seconds)
                 staleness.append((executor.last_rollout.staleness_mean, executor.last_rollout.staleness_max))
@@ -198,7 +219,7 @@ class Bench:
                     await anyio.sleep(update_s)
                 executor.set_weight_version(engine.version)
             wall_s = anyio.current_time() - began
-            busy_s = engine.busy_s - busy_s
+            busy_s, starved_s = engine.busy_s - busy_s, self._starvation.seconds - starved_s
         counted = t_gen[FILL:]
         return {
             "lengths": draw,
@@ -212,6 +233,7 @@ class Bench:
             "over_mean": wall_s / len(counted) / max(statistics.fmean(counted), t_train),
             "trainer_waits": sum(waits[FILL:]) / wall_s,
             "trainer_updates": len(counted) * update_s / wall_s,
+            "starved": starved_s / wall_s,
             "engine_busy": busy_s / wall_s / SLOTS,
             "staleness_mean": statistics.fmean(mean for mean, _ in staleness[FILL:]),
             "staleness_max": max(most for _, most in staleness[FILL:]),
@@ -225,22 +247,26 @@ async def run_all(step_s: float, steps: int) -> list[dict[str, Any]]:
         await anyio.to_thread.run_sync(build, work / "model")
         prompts = anyio.Path(work / "prompts.jsonl")
         await prompts.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "2"}) + "\n" for i in range(4096)))
-        # Four mean lengths deep in the slots, and the longest response takes some seven.
-        bench = Bench(work / "model", Path(prompts), step_s / 9)
-        for draw in get_args(Draw):
-            t_gen = await bench.alone(draw, FILL + steps)
-            sync_s = 0.0
-            for max_staleness in MODES:
-                row = await bench.loop(draw, max_staleness, t_gen)
-                sync_s = sync_s or row["wall_per_step_s"]
-                rows.append(row | {"ratio_to_sync": sync_s / row["wall_per_step_s"]})
-                show(rows[-1])
+        async with anyio.create_task_group() as tasks:
+            starvation = Starvation()
+            tasks.start_soon(starvation.watch)
+            # Four mean lengths deep in the slots, and the longest response takes some seven.
+            bench = Bench(work / "model", Path(prompts), step_s / 9, starvation)
+            for draw in get_args(Draw):
+                t_gen = await bench.alone(draw, FILL + steps)
+                sync_s = 0.0
+                for max_staleness in MODES:
+                    row = await bench.loop(draw, max_staleness, t_gen)
+                    sync_s = sync_s or row["wall_per_step_s"]
+                    rows.append(row | {"ratio_to_sync": sync_s / row["wall_per_step_s"]})
+                    show(rows[-1])
+            tasks.cancel_scope.cancel()
     return rows
 
 
 HEADER = (
     f"{'lengths':8}{'staleness':>10}{'s/step':>9}{'over max':>10}{'over mean':>11}{'sync/it':>9}{'waits':>8}"
-    f"{'updates':>9}{'engine':>8}{'T_gen s':>9}{'stale':>7}"
+    f"{'updates':>9}{'engine':>8}{'starved':>9}{'T_gen s':>9}{'stale':>7}"
 )
 
 
@@ -248,7 +274,7 @@ def show(row: Mapping[str, Any]) -> None:
     print(
         f"{row['lengths']:8}{row['max_staleness']:10}{row['wall_per_step_s']:9.3f}{row['over_max']:10.3f}"
         f"{row['over_mean']:11.3f}{row['ratio_to_sync']:9.2f}{row['trainer_waits']:8.1%}{row['trainer_updates']:9.1%}"
-        f"{row['engine_busy']:8.1%}{row['t_gen_mean_s']:9.3f}{row['staleness_mean']:7.2f}",
+        f"{row['engine_busy']:8.1%}{row['starved']:9.1%}{row['t_gen_mean_s']:9.3f}{row['staleness_mean']:7.2f}",
         flush=True,
     )
 
