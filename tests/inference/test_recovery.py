@@ -14,7 +14,7 @@ from asyncrl.host import ProcessSpec
 from tests.inference.conftest import Fleet, StartFleet, eventually
 from tests.inference.test_updates import acks, deliver, tensors_of
 from tests.scripted import die, freeze, instead
-from tests.scripted.faults import hang
+from tests.scripted.faults import garbage, hang
 
 pytestmark = pytest.mark.anyio
 
@@ -336,3 +336,12 @@ async def test_a_fleet_that_is_disposed_of_before_its_router_started_starts_none
         await anyio.sleep(0.2)
         assert not fleet.router.alive and not fleet.engines[0].alive
     assert fleet.failures == []
+
+
+async def test_a_router_that_answers_nonsense_is_told_in_one_message(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, restarts=3) as fleet:
+        await fleet.controller.wait_ready()
+        fleet.router.faults.add(garbage("workers"))
+        router = fleet.controller._started.actor.routing.router
+        with pytest.raises(EngineError, match="router: GET /workers: "):
+            await router.workers()
