@@ -118,7 +118,7 @@ async def check_agreement(fleet: RealFleet, directory: Path, temperatures: tuple
             before = (await greedy_of_engines(fleet))["engine-0"]
             for rollout_id, temperature in enumerate(temperatures):
                 async with executor_at(fleet, config_at(fleet, data, temperature)) as executor:
-                    batch = await executor.get(0)
+                    batch = await executor.get(rollout_id)
                 assert batch.temperature == temperature
                 assert -executor.last_rollout.logprob_mean > 0.5  # an estimate of the entropy, nat per token
                 metrics = await trainer.train(rollout_id, batch)
