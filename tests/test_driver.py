@@ -143,7 +143,13 @@ asyncrl.driver.conclude = interrupted
 
 
 def test_ctrl_c_before_the_loop_is_a_word_and_no_traceback(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "slow_model.py").write_text("import os, signal\ndef build(path): os.kill(os.getpid(), signal.SIGINT)\n")
+    # A process that a shell started in the background ignores SIGINT, and its children do.
+    (tmp_path / "slow_model.py").write_text(
+        "import os, signal\n"
+        "def build(path):\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
     ended = run_loop(
         recipe,
         "pass",

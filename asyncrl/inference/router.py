@@ -8,7 +8,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import anyio
@@ -17,6 +17,8 @@ import msgspec
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine_api import Generation
 from asyncrl.observability.waits import waiting
+
+T = TypeVar("T")
 
 POLL_S = 0.05
 WORKER_TIMEOUT_S = 60.0
@@ -63,7 +65,7 @@ class RouterClient:
         status, raw = await self._call("GET", "/workers")
         if status != 200:
             raise EngineError(f"router: GET /workers: HTTP {status}: {raw[:300].decode(errors='replace')}")
-        return msgspec.json.decode(raw, type=_WorkerList).workers
+        return _decode("GET /workers", raw, _WorkerList).workers
 
     async def add(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
         """Makes the engine at `url` a worker; returns when the router routes to it."""
@@ -91,7 +93,7 @@ class RouterClient:
         status, raw = await self._call("POST", "/generate", body, timeout_s)
         if status != 200:
             raise EngineError(f"router: no generation: HTTP {status}: {raw[:300].decode(errors='replace')}")
-        generation = msgspec.json.decode(raw, type=Generation)
+        generation = _decode("POST /generate", raw, Generation)
         if version is not None and generation.meta_info.weight_version != version:
             stamp = generation.meta_info.weight_version
             raise EngineError(f"router: a generation was made by weights {stamp!r} instead of {version!r}")
@@ -114,3 +116,10 @@ class RouterClient:
                     return response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"router: {method} {path}: {str(error) or type(error).__name__}") from error
+
+
+def _decode(call: str, raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineError(f"router: {call}: {error}: {raw[:300].decode(errors='replace')}") from error

@@ -71,7 +71,7 @@ class RouterKeeper:
 
     async def run(self) -> None:
         history = RestartHistory()
-        while True:
+        while not self._unwanted.is_set():
             exited = await self._live()
             answered, self.answers = self.answers, False
             if self._unwanted.is_set():
@@ -93,8 +93,6 @@ class RouterKeeper:
             )
             with WAITS.register("restart", self._spec.name, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
-            if self._unwanted.is_set():
-                return
             self.restarts += 1
 
     async def stop(self) -> None:
@@ -106,6 +104,8 @@ class RouterKeeper:
 
     async def _live(self) -> ProcessExit:
         await self._host.spawn(self._spec)
+        if self._unwanted.is_set():  # it was stopped before there was a process to end
+            return await self._host.kill(self._spec.name)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve)
             exited = await self._host.wait(self._spec.name)

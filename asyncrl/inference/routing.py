@@ -74,8 +74,12 @@ class Routing:
             if added is engine:
                 scope.cancel()
                 self._interrupted.set()
-        with contextlib.suppress(EngineError, TimeoutError):
+        gone = False
+        with contextlib.suppress(EngineError, TimeoutError), anyio.move_on_after(REMOVE_TIMEOUT_S):
             await self.router.remove(engine.endpoint.url, REMOVE_TIMEOUT_S)
+            gone = True
+        if not gone:  # the router stands still for a moment, or for good: `tend` sees to it
+            self._interrupted.set()
 
     async def restore(self, engines: Iterable[ManagedEngine]) -> dict[str, str]:
         """Tells a new router of everyone who is routed; engine id → reason for those that it does not take."""
@@ -86,14 +90,15 @@ class Routing:
         while True:
             await self._interrupted.wait()
             self._interrupted = anyio.Event()
-            until = anyio.current_time() + LATE_S
-            while anyio.current_time() < until:
+            until, looked_at = anyio.current_time() + LATE_S, 0.0
+            while looked_at < until:
                 with contextlib.suppress(EngineError, TimeoutError):
                     listed = await self.router.workers()
                     routed = {engine.endpoint.url for engine in engines if engine.routed}
                     for worker in listed:
                         if worker.url not in routed and not worker.leaving:
                             await self.router.remove(worker.url, REMOVE_TIMEOUT_S)
+                    looked_at = anyio.current_time()
                 await anyio.sleep(LOOK_S)
 
     async def _lives(self) -> bool:

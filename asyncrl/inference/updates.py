@@ -36,6 +36,12 @@ from asyncrl.observability.waits import waiting
 TAKE_BACK_TIMEOUT_S = 3.0
 """For an engine to end its session and go on after a failed update; one that takes longer is killed."""
 
+PROBE_PATIENCE_S = 5.0
+"""From the end of a router to an answer through its successor; 0.2 s measured."""
+PROBE_PAUSE_S = 0.1
+
+_Member = tuple[ManagedEngine, int]
+"""An engine and the generation of the process that is meant."""
 Quarantine = Callable[[ManagedEngine, str], Coroutine[Any, Any, None]]
 
 
@@ -133,11 +139,12 @@ class WeightUpdates:
             self._paused_at = anyio.current_time()
             for engine in engines:
                 engine.move(EngineState.UPDATING, f"weights {version}")
+            members = _members(engines)
             try:
                 verify = self._config.verify != "never"
                 mode: PauseMode = "abort" if self._config.on_update == "abort" else "retract"
                 failed = await on_each(engines, lambda engine: open_session(engine, version, verify=verify, mode=mode))
-                await self._drop(failed, _by_id(engines))
+                await self._drop(failed, members)
                 ready = [e for e in engines if e.engine_id not in failed and e.state is EngineState.UPDATING]
                 if not ready:
                     raise EnginesLostError(f"weights {version}: no engine could be opened: {_told(failed)}")
@@ -177,6 +184,7 @@ class WeightUpdates:
         async with self._lock:
             lease = self._book.claim(lease_id)
             leased = self._leased(lease)
+            members = _members(leased.values())
             generations = {engine_id: engine.endpoint.generation for engine_id, engine in leased.items()}
             holders, missing = sort_acks(lease, acks, generations)
             engines = [leased[i] for i in holders if leased[i].state is EngineState.UPDATING]
@@ -188,7 +196,7 @@ class WeightUpdates:
                 if not engines:
                     raise EnginesLostError(f"weights {lease.version}: no engine holds them: {_told(missing)}")
                 engines = await self._narrow(engines, missing, resume)
-                await self._drop(missing, leased)
+                await self._drop(missing, members)
                 engines = [engine for engine in engines if engine.state is EngineState.UPDATING]
                 if not engines:
                     raise EnginesLostError(f"weights {lease.version}: the last engine died as it took them")
@@ -216,7 +224,7 @@ class WeightUpdates:
             self._signal_end()
             await self._route(engines)
             if first:
-                await self._routing.router.probe(lease.version)
+                await self._probe_router(lease.version)
 
     async def abort(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         """Takes the engines back; those in `failed` are quarantined. Nothing to do for a lease that has ended.
@@ -229,7 +237,7 @@ class WeightUpdates:
                     return
                 lease = self._book.claim(lease_id)
                 leased = self._leased(lease)
-                await self._drop(failed, leased)
+                await self._drop(failed, _members(leased.values()))
                 await self._give_up(lease, leased.values(), "the publisher aborted", untouched=untouched)
 
     async def _verify(self, engines: Sequence[ManagedEngine], missing: dict[str, str], version: str) -> bool:
@@ -263,12 +271,24 @@ class WeightUpdates:
             engine.baseline = None
         return True
 
+    async def _probe_router(self, version: str) -> None:
+        """A generation through the router; one that was just started again is given `PROBE_PATIENCE_S`."""
+        until = anyio.current_time() + PROBE_PATIENCE_S
+        while True:
+            try:
+                await self._routing.router.probe(version)
+                return
+            except EngineError:
+                if anyio.current_time() > until:
+                    raise
+                await anyio.sleep(PROBE_PAUSE_S)
+
     async def _route(self, engines: Sequence[ManagedEngine]) -> None:
         """Registers those that serve and are unknown to the router; raises EngineError if it takes none."""
         new = [engine for engine in engines if not engine.routed and engine.state is EngineState.SERVING]
-
+        members = _members(new)
         failed = await on_each(new, self._routing.add)
-        await self._drop(failed, _by_id(new))
+        await self._drop(failed, members)
         if failed and not any(engine.routed for engine in self._engines):
             raise EngineError(f"the router took no engine: {_told(failed)}")
 
@@ -293,12 +313,20 @@ class WeightUpdates:
             if engine is not None and engine.endpoint.generation == endpoint.generation
         }
 
-    async def _drop(self, failed: Mapping[str, str], engines: Mapping[str, ManagedEngine]) -> None:
-        """Quarantines those of `engines` that failed, all at once: one that hangs must not delay the next."""
+    async def _drop(self, failed: Mapping[str, str], members: Mapping[str, _Member]) -> None:
+        """Quarantines those of `members` that failed, all at once: one that hangs must not delay the next.
+
+        A process that was started since is not to blame for the one before it.
+        """
+
+        async def one(engine: ManagedEngine, generation: int, reason: str) -> None:
+            if engine.endpoint.generation == generation:
+                await self._quarantine(engine, reason)
+
         async with anyio.create_task_group() as task_group:
             for engine_id, reason in failed.items():
-                if engine_id in engines:
-                    task_group.start_soon(self._quarantine, engines[engine_id], reason)
+                if engine_id in members:
+                    task_group.start_soon(one, *members[engine_id], reason)
 
     async def _give_up(
         self, lease: UpdateLease, engines: Iterable[ManagedEngine], reason: str, *, untouched: bool = False
@@ -328,7 +356,8 @@ class WeightUpdates:
 
         with anyio.CancelScope(shield=True):
             torn = [engine for engine in engines if engine.state is EngineState.UPDATING]
-            await self._drop(await on_each(torn, one), _by_id(torn))
+            members = _members(torn)
+            await self._drop(await on_each(torn, one), members)
 
     def _end(self, lease_id: str, how: str) -> None:
         self._book.end(lease_id, how)
@@ -349,8 +378,9 @@ class WeightUpdates:
                 await self._give_up(lease, leased, f"it passed its deadline of {self._config.lease_timeout_s:g} s")
 
 
-def _by_id(engines: Iterable[ManagedEngine]) -> dict[str, ManagedEngine]:
-    return {engine.engine_id: engine for engine in engines}
+def _members(engines: Iterable[ManagedEngine]) -> dict[str, _Member]:
+    """The engines as they are now, by id: for a step that may outlast their processes."""
+    return {engine.engine_id: (engine, engine.endpoint.generation) for engine in engines}
 
 
 def _told(failed: Mapping[str, str]) -> str:

@@ -85,7 +85,11 @@ class Copies:
             return None
         final = self._directory / version
         shutil.rmtree(final, ignore_errors=True)
-        writer.directory.rename(final)
+        try:
+            writer.directory.rename(final)
+        except OSError as error:  # somebody removed it, or something stands in the way
+            _log.warning("no copy of the published weights", directory=str(final), reason=str(error))
+            return None
         self._complete = [*(path for path in self._complete if path != final), final]
         if len(self._complete) > KEPT:
             with suppress(OSError):  # somebody removed it

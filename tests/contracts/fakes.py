@@ -34,6 +34,13 @@ class _Engine:
     def move(self, to: EngineState) -> None:
         self.state = transition(self.endpoint.engine_id, self.state, to)
 
+    def renew(self) -> None:
+        """A new process bears the id."""
+        self.endpoint = replace(self.endpoint, generation=self.endpoint.generation + 1)
+        self.version = None
+        self.move(EngineState.STARTING)
+        self.move(EngineState.PENDING_WEIGHTS)
+
     @property
     def status(self) -> EngineStatus:
         return EngineStatus(endpoint=self.endpoint, state=self.state, version=self.version)
@@ -54,12 +61,8 @@ class FakeController:
 
     def lose(self, engine_id: str) -> None:
         """The engine ends and is started again: a new generation without weights."""
-        engine = self._engines[engine_id]
-        engine.move(EngineState.DEAD)
-        engine.endpoint = replace(engine.endpoint, generation=engine.endpoint.generation + 1)
-        engine.version = None
-        engine.move(EngineState.STARTING)
-        engine.move(EngineState.PENDING_WEIGHTS)
+        self._engines[engine_id].move(EngineState.DEAD)
+        self._engines[engine_id].renew()
 
     async def wait_ready(self) -> None:
         self._check()
@@ -119,6 +122,36 @@ class FakeController:
             else:
                 engine.version = None
                 engine.move(EngineState.PENDING_WEIGHTS)
+
+    async def recover_updatable_engines(self) -> None:
+        """Engines that were lost wait for the next publication: a fake keeps no copy of its weights."""
+        self._check()
+
+    def health_monitoring_pause(self) -> None: ...
+
+    def health_monitoring_resume(self) -> None: ...
+
+    def start_cell(self, engine_id: str) -> None:
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            if engine_id != f"engine-{len(self._engines)}":
+                raise EngineError(f"there is no engine {engine_id}")
+            self._engines[engine_id] = _Engine(EngineEndpoint(engine_id, 0, f"http://{engine_id}", 1))
+        elif engine.state is not EngineState.STOPPED:
+            raise EngineError(f"{engine_id} cannot be started: it is {engine.state}")
+        else:
+            engine.renew()
+
+    async def stop_cell(self, engine_id: str, *, force: bool = False) -> None:
+        if engine_id not in self._engines:
+            raise EngineError(f"there is no engine {engine_id}")
+        others = (engine for name, engine in self._engines.items() if name != engine_id)
+        if not force and not any(engine.state is EngineState.SERVING for engine in others):
+            raise EngineError(f"{engine_id} was not stopped: it is the last engine that serves")
+        engine = self._engines[engine_id]
+        if engine.state is EngineState.SERVING:
+            engine.move(EngineState.DRAINING)
+        engine.move(EngineState.STOPPED)
 
     async def dispose(self) -> None:
         self._disposed = True

@@ -144,6 +144,26 @@ async def test_an_ack_of_an_older_process_is_void(start: Start) -> None:
         assert subject.controller.fleet().published_version is None
 
 
+async def test_engines_are_stopped_and_started_while_a_job_runs_but_not_the_last(start: Start) -> None:
+    async with start() as subject:
+        controller = subject.controller
+        await subject.publish("0.0")
+        await controller.stop_cell("engine-0")
+        assert subject.states() == [EngineState.STOPPED, EngineState.SERVING]
+        await controller.prepare_rollout(1)
+        with pytest.raises(EngineError, match="the last engine that serves"):
+            await controller.stop_cell("engine-1")
+        with pytest.raises(EngineError, match="engine-1 cannot be started: it is serving"):
+            controller.start_cell("engine-1")
+        with pytest.raises(EngineError, match="there is no engine engine-7"):
+            controller.start_cell("engine-7")
+        controller.start_cell("engine-0")
+        await eventually(lambda: subject.states()[0] is EngineState.PENDING_WEIGHTS)
+        assert controller.fleet().engines[0].endpoint.generation == 1
+        await subject.publish("0.1")
+        assert subject.states() == [EngineState.SERVING] * 2
+
+
 async def test_what_leaves_a_controller_survives_a_journey_over_a_wire(start: Start) -> None:
     async with start() as subject:
         await subject.publish("0.0")

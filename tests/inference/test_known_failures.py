@@ -16,18 +16,13 @@ from asyncrl.rollout.engine_client import EngineClient as RolloutClient
 from asyncrl.rollout.retry import RetryPolicy
 from asyncrl.rollout.wire import Generation
 from tests.inference.conftest import StartFleet, eventually
-from tests.inference.transaction_rig import Rig, holds, rig, shorten_deadlines, tensors_of
+from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine, instead
 
 pytestmark = pytest.mark.anyio
 
 TOKENS = 60
 SAMPLING = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":true}' % TOKENS)
-
-
-@pytest.fixture(autouse=True)
-def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_deadlines(monkeypatch)
 
 
 async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Generation]:

@@ -10,10 +10,11 @@ import pytest
 from safetensors.torch import save_file
 
 from asyncrl.errors import EngineError
+from asyncrl.host import ProcessSpec
 from tests.inference.conftest import Fleet, StartFleet, eventually
 from tests.inference.test_updates import acks, deliver, tensors_of
-from tests.scripted import freeze, instead
-from tests.scripted.faults import hang
+from tests.scripted import die, freeze, instead
+from tests.scripted.faults import garbage, hang
 
 pytestmark = pytest.mark.anyio
 
@@ -282,3 +283,65 @@ async def test_recovery_can_be_waited_for(start_fleet: StartFleet, tmp_path: Pat
         await eventually(lambda: fleet.states()[0] != "serving")
         await fleet.controller.recover_updatable_engines()
         await eventually(lambda: serves(fleet, 0, "0.0"))
+
+
+async def test_the_failure_of_a_process_is_not_laid_to_its_successor(start_fleet: StartFleet) -> None:
+    async with start_fleet(2, restarts=5, weights={"verify": "never"}) as fleet:
+        await publish(fleet, "0.0", None)
+        fleet.engines[0].script(die("pause_generation"))
+
+        async def until_the_other_is_back() -> None:
+            await eventually(lambda: fleet.engines[0].lives == 2 and fleet.states()[0] == "pending_weights")
+
+        fleet.engines[1].script(instead("pause_generation", until_the_other_is_back))
+        lease = await fleet.controller.begin_weight_update("0.1")
+        assert [engine.engine_id for engine in lease.engines] == ["engine-1"]
+        await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
+        assert fleet.states() == ["pending_weights", "serving"]
+        assert fleet.engines[0].lives == 2
+
+
+async def test_the_first_publication_outlives_the_death_of_the_router(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_fleet(1, restarts=3) as fleet:
+        await fleet.controller.wait_ready()
+        spawn = fleet.host.spawn
+
+        async def slow(spec: ProcessSpec) -> int:
+            await anyio.sleep(0.5)
+            return await spawn(spec)
+
+        monkeypatch.setattr(fleet.host, "spawn", slow)
+        lease = await fleet.controller.begin_weight_update("0.0")
+        deliver(fleet, "0.0")
+        await fleet.host.signal("router", signal.SIGKILL)
+        await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
+        assert serves(fleet, 0, "0.0")
+    assert fleet.failures == []
+
+
+async def test_a_router_that_stood_still_as_an_engine_was_taken_out_forgets_it_later(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, restarts=3) as fleet:
+        await publish(fleet, "0.0", None)
+        lease = await fleet.controller.begin_weight_update("0.1")
+        fleet.router.faults.add(hang("workers"))
+        await fleet.controller.abort_weight_update(lease.lease_id, {})
+        await eventually(lambda: fleet.router.workers == [], 5)
+
+
+async def test_a_fleet_that_is_disposed_of_before_its_router_started_starts_none(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, restarts=3) as fleet:
+        await fleet.controller.dispose()
+        await anyio.sleep(0.2)
+        assert not fleet.router.alive and not fleet.engines[0].alive
+    assert fleet.failures == []
+
+
+async def test_a_router_that_answers_nonsense_is_told_in_one_message(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, restarts=3) as fleet:
+        await fleet.controller.wait_ready()
+        fleet.router.faults.add(garbage("workers"))
+        router = fleet.controller._started.actor.routing.router
+        with pytest.raises(EngineError, match="router: GET /workers: "):
+            await router.workers()

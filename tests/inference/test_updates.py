@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
+from asyncrl.inference import updates
 from tests.inference.conftest import Fleet, StartFleet, eventually
 from tests.scripted import hang, refuse
 
@@ -86,10 +87,13 @@ async def test_running_requests_are_paused_as_configured(start_fleet: StartFleet
         assert_nothing_paused_or_torn(fleet)
 
 
-async def test_the_first_publication_is_probed_through_the_router(start_fleet: StartFleet) -> None:
+async def test_the_first_publication_is_probed_through_the_router(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "PROBE_PATIENCE_S", 0.2)
     async with start_fleet(1) as fleet:
         await fleet.controller.wait_ready()
-        fleet.router.faults.add(refuse("generate", 503))
+        fleet.router.faults.add(refuse("generate", 503, times=None))
         lease = await fleet.controller.begin_weight_update("0.0")
         deliver(fleet, "0.0")
         with pytest.raises(EngineError, match="router: no generation: HTTP 503"):

@@ -32,8 +32,8 @@ from tests.inference.conftest import Fleet, StartFleet
 from tests.scripted import Latency, ScriptedEngine
 from tests.weights.fakes import ThreadSource
 
-CALL_S = 0.7
-"""Longest control call here; measured under 10 ms."""
+CALL_S = 1.2
+"""Longest control call here; measured under 10 ms, and 0.7 s on two cores that were both overbooked."""
 TRANSFER_S = 0.7
 BUCKET_BYTES = 3 * 1024
 

@@ -217,3 +217,16 @@ def test_the_header_is_aligned_as_the_format_asks(tmp_path: Path) -> None:
     length = int.from_bytes(raw[:8], "little")
     assert length % 8 == 0
     assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+def test_a_copy_that_somebody_removed_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copies, tensors = Copies(tmp_path), random_tensors()
+    writer = copies.writer(specs_of(tensors))
+    assert writer is not None
+    writer.start()
+    for name, tensor in tensors.items():
+        writer.put(name, tensor)
+    writer.finish()
+    shutil.rmtree(writer.directory)
+    assert copies.publish(writer, "0.1") is None
+    assert "no copy of the published weights" in capsys.readouterr().out
