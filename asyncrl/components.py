@@ -19,7 +19,7 @@ import anyio.to_thread
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.job import Job
-from asyncrl.phases import evaluate, export, make_room, publish, require_own_engines, warm_up
+from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, require_own_engines, resume, warm_up
 
 if TYPE_CHECKING:
     from asyncrl.inference.controller import InferenceController
@@ -111,12 +111,14 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
 __all__ = [
     "Job",
     "RolloutComponents",
+    "checkpoint",
     "create_rollout_components",
     "create_train_group",
     "evaluate",
     "export",
     "publish",
     "require_own_engines",
+    "resume",
     "run_job",
     "warm_up",
 ]

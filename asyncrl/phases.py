@@ -1,4 +1,4 @@
-"""What every loop does around its steps: warm-up, publication, evaluation, export.
+"""What every loop does around its steps: warm-up, publication, evaluation, checkpoints, export.
 
 Invariants
 - An evaluation that fails is a skipped point with a reason, never the end.
@@ -15,7 +15,9 @@ import anyio.to_thread
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.job import Job
-from asyncrl.observability.events import CheckpointWritten
+from asyncrl.observability.events import CheckpointWritten, read_events
+from asyncrl.rollout.events import GroupsRolledBack
+from asyncrl.rollout.ledger import rolled_back
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.components import RolloutComponents
@@ -30,13 +32,44 @@ _PROGRESS_TIMES = 20
 """The display hears so many times of the warm-up's progress."""
 
 
+async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
+    """Where the trainer goes on from a checkpoint, as of `first` steps, so does the executor; after `trainer.init`.
+
+    What earlier attempts trained after that is marked as rolled back in the event log. Raises CheckpointError for a
+    checkpoint without the executor's part, DataError for other data than it was written with.
+    """
+    if trainer.resumed is not None:
+        await components.rollout_executor.restore(trainer.resumed.extra, first)
+        job.record.note(f"resumed from {trainer.resumed.path}")
+    if job.run.attempt > 0:
+        group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.run.events), first))
+        if group_ids:
+            job.events.emit(GroupsRolledBack(step=first, group_ids=group_ids))
+
+
+async def checkpoint(
+    job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int, *, last: bool
+) -> None:
+    """Saves trainer and executor after rollout `rollout_id` where `checkpoint.every` says so, and as the `last`.
+
+    Call it after the commit, and before a publication takes a colocated trainer off its GPUs. It is written beside
+    the training; only the last one is waited for.
+    """
+    settings = job.config.checkpoint
+    if settings.every and (last or settings.due(rollout_id + 1)):
+        with job.record.phase("checkpoint"):
+            await trainer.save_checkpoint(rollout_id, await components.rollout_executor.save(), wait=last)
+
+
 async def warm_up(job: Job, trainer: TrainGroup) -> None:
-    """Trains `warmup.steps` steps on the warm-up's examples, then forgets the optimizer's state. Nothing without steps.
+    """Trains `warmup.steps` steps on the warm-up's examples, then forgets the optimizer's state.
+
+    Nothing without steps, or where the trainer goes on from a checkpoint.
 
     Raises DataError as the data source does.
     """
     config = job.config.warmup
-    if config.steps == 0:
+    if config.steps == 0 or trainer.resumed is not None:
         return
     rising, stride = max(1, config.steps // 10), max(1, config.steps // _PROGRESS_TIMES)
     with job.record.phase("warm-up"):

@@ -3,7 +3,7 @@
 Invariants
 - One process at a time: the lock is the kernel's, so it ends with the process that holds it, however that ends.
 - A directory is taken only when it is new, empty, or holds a run of ours (`.asyncrl-run.json`) that the user agreed to
-  overwrite or that left nothing but logs; nothing else is ever erased or written into.
+  overwrite or resume, or that left nothing but logs; nothing else is ever erased or written into.
 - A gang that torchrun restarted goes on in the directory of its first attempt, whatever `run.if_exists` says.
 - The saved configuration carries no secrets.
 """
@@ -34,7 +34,7 @@ from asyncrl.errors import RunDirectoryError
 MARKER = ".asyncrl-run.json"
 LOCK = ".lock"
 
-IfExists = Literal["error", "new", "overwrite"]
+IfExists = Literal["error", "new", "overwrite", "resume"]
 State = Literal["free", "begun", "run", "foreign"]
 """A run has begun until there is something to keep of it: the figures of a step or of an evaluation, an export."""
 
@@ -71,7 +71,7 @@ class RunDirectory:
     def __init__(self, path: Path, attempt: int, lock: int) -> None:
         self.path = path
         self.attempt = attempt
-        """0 for the first start of the job, then one more for each restart of the gang."""
+        """0 for the first start of the job, then one more for each restart of the gang, and for each resumption."""
         self._lock: int | None = lock
 
     @classmethod
@@ -86,7 +86,7 @@ class RunDirectory:
         wanted = Path(os.path.abspath(config.run.dir))
         earlier = _first_attempt(wanted, gang) if gang.restarts else None
         path, lock = earlier or _claim(wanted, config.run.if_exists)
-        run = cls(path, gang.restarts, lock)
+        run = cls(path, max(gang.restarts, 1 + _attempt_of(path)), lock)
         try:
             _write(
                 path / MARKER, json.dumps({"agent": gang.agent, "attempt": run.attempt, "started": time.time()}) + "\n"
@@ -193,7 +193,7 @@ def running_beside(path: Path) -> tuple[Path, ...]:
 
 
 def _claim(path: Path, policy: IfExists) -> tuple[Path, int]:
-    """The directory to use, locked, with nothing of an earlier run in it."""
+    """The directory to use, locked, with nothing of an earlier run in it but of one that is resumed."""
     if policy == "new":
         return next((name, lock) for name in _names(path) if (lock := _lock_if_free(name)) is not None)
     _refuse(path, _state(path), policy)
@@ -201,7 +201,7 @@ def _claim(path: Path, policy: IfExists) -> tuple[Path, int]:
     try:
         state = _state(path)
         _refuse(path, state, policy)
-        if state in ("run", "begun"):
+        if state == "begun" or (state == "run" and policy != "resume"):
             _erase(path)
     except BaseException:  # whatever ended the claim, the lock goes back
         os.close(lock)
@@ -218,7 +218,7 @@ def _refuse(path: Path, state: State, policy: IfExists) -> None:
     if state == "run" and policy == "error":
         raise RunDirectoryError(
             f"run.dir: {path} already holds a run; keep it and take the next free name with --run.if-exists "
-            "new, erase it with --run.if-exists overwrite, or choose another with --run.dir"
+            "new, go on with it with resume, erase it with overwrite, or choose another with --run.dir"
         )
 
 
@@ -256,11 +256,22 @@ def _state(path: Path) -> State:
 
 
 def _agent_of(path: Path) -> str | None:
+    agent = _marker(path).get("agent")
+    return agent if isinstance(agent, str) else None
+
+
+def _attempt_of(path: Path) -> int:
+    """Number of the attempt that had the directory last; -1 where there was none."""
+    attempt = _marker(path).get("attempt")
+    return attempt if isinstance(attempt, int) else -1
+
+
+def _marker(path: Path) -> dict[str, object]:
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return marker.get("agent") if isinstance(marker, dict) else None
+        return {}
+    return marker if isinstance(marker, dict) else {}
 
 
 def _lock_if_free(path: Path) -> int | None:

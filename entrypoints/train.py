@@ -11,11 +11,13 @@ import sys
 
 from asyncrl.components import (
     Job,
+    checkpoint,
     create_rollout_components,
     create_train_group,
     evaluate,
     export,
     publish,
+    resume,
     run_job,
     warm_up,
 )
@@ -30,6 +32,7 @@ async def train(job: Job) -> None:
         controller, executor, num_rollout_per_epoch = components
         trainer = await create_train_group(job, components)
         first = await trainer.init()
+        await resume(job, components, trainer, first)
         await warm_up(job, trainer)
         await controller.wait_ready()
         await publish(job, components, trainer)  # no engine serves before it holds the trainer's own weights
@@ -41,7 +44,7 @@ async def train(job: Job) -> None:
     record.start(num_steps, first)
 
     for rollout_id in range(first, num_steps):
-        if job.stop.requested:
+        if job.stop.requested and rollout_id == first:
             break
         if config.eval.due(rollout_id, first):
             await evaluate(job, controller, executor, rollout_id)
@@ -56,11 +59,15 @@ async def train(job: Job) -> None:
                 await trainer.onload()
             metrics = await trainer.train(rollout_id, batch)
             await executor.commit(rollout_id)
+        last = job.stop.requested or rollout_id + 1 == num_steps
+        await checkpoint(job, components, trainer, rollout_id, last=last)
 
         with record.phase("publish"):
             publication = await publish(job, components, trainer, rollout_id)
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
+        if last:
+            break
 
     if config.eval.data is not None and config.eval.at_end:
         await evaluate(job, controller, executor, record.steps)

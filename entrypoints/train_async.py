@@ -13,12 +13,14 @@ import sys
 
 from asyncrl.components import (
     Job,
+    checkpoint,
     create_rollout_components,
     create_train_group,
     evaluate,
     export,
     publish,
     require_own_engines,
+    resume,
     run_job,
     warm_up,
 )
@@ -34,6 +36,7 @@ async def train(job: Job) -> None:
         controller, executor, num_rollout_per_epoch = components
         trainer = await create_train_group(job, components)
         first = await trainer.init()
+        await resume(job, components, trainer, first)
         await warm_up(job, trainer)
         await controller.wait_ready()
         await publish(job, components, trainer)  # no engine serves before it holds the trainer's own weights
@@ -45,7 +48,7 @@ async def train(job: Job) -> None:
     record.start(num_steps, first)
 
     for rollout_id in range(first, num_steps):
-        if job.stop.requested:
+        if job.stop.requested and rollout_id == first:
             break
         if config.eval.due(rollout_id, first):
             await evaluate(job, controller, executor, rollout_id)
@@ -59,6 +62,8 @@ async def train(job: Job) -> None:
         with record.phase("train"):
             metrics = await trainer.train(rollout_id, batch)
             await executor.commit(rollout_id)
+        last = job.stop.requested or rollout_id + 1 == num_steps
+        await checkpoint(job, components, trainer, rollout_id, last=last)
 
         publication = None
         if config.train.publishes(rollout_id):
@@ -66,6 +71,8 @@ async def train(job: Job) -> None:
                 publication = await publish(job, components, trainer, rollout_id)
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
+        if last:
+            break
 
     if not config.train.publishes(record.steps - 1):  # it ended between two publications
         with record.phase("publish"):

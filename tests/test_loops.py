@@ -27,14 +27,14 @@ class Noted:
         self.last_rollout = None
 
     def __getattr__(self, name: str) -> Any:
-        def note(*args: Any) -> None:
+        def note(*args: Any, **how: Any) -> None:
             numbers = [str(value) for value in args if isinstance(value, int)]
-            self.calls.append(" ".join([name, *numbers]))
+            self.calls.append(" ".join([name, *numbers, *(key for key, value in how.items() if value)]))
             if self.calls[-1] == self.stop_after:
                 self.stop.request()
 
-        async def call(*args: Any) -> Any:
-            note(*args)
+        async def call(*args: Any, **how: Any) -> Any:
+            note(*args, **how)
             return 0
 
         return note if name == "generate_ahead" else call
@@ -47,9 +47,10 @@ async def run(
     colocated: bool = False,
     per_epoch: int | None = None,
     stop_after: str = "",
+    keep_startup: bool = False,
     **config: Any,
 ) -> list[str]:
-    """Runs the loop; returns what it asked for after start-up, in order."""
+    """Runs the loop; returns what it asked for after start-up (or since its beginning), in order."""
     spec = importlib.util.spec_from_file_location(entrypoint, ENTRYPOINTS / f"{entrypoint}.py")
     assert spec is not None and spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
@@ -57,7 +58,9 @@ async def run(
     calls: list[str] = []
     stop = StopRequest()
     parts = Noted(calls, stop, stop_after)
-    record = SimpleNamespace(phase=lambda name: nullcontext(), start=lambda *args: calls.clear(), steps=0)
+    record = SimpleNamespace(
+        phase=lambda name: nullcontext(), start=lambda *args: keep_startup or calls.clear(), steps=0
+    )
 
     def step(number: int, *rest: Any) -> None:
         record.steps = number
@@ -70,7 +73,7 @@ async def run(
     async def create_train_group(job: Any, components: Any) -> Any:
         return parts
 
-    for name in ("warm_up", "publish", "evaluate", "export"):
+    for name in ("resume", "warm_up", "checkpoint", "publish", "evaluate", "export"):
         monkeypatch.setattr(module, name, getattr(parts, name), raising=False)
     monkeypatch.setattr(module, "create_rollout_components", create_rollout_components)
     monkeypatch.setattr(module, "create_train_group", create_train_group)
@@ -111,7 +114,9 @@ async def test_engines_leave_their_gpus_before_the_trainer_comes_back(
     entrypoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = await run(entrypoint, monkeypatch, colocated=True, train={"num_steps": 1})
-    assert calls[:4] == ["prepare_rollout 0", "get 0", "offload", "onload"] and calls[5:7] == ["commit 0", "publish 0"]
+    assert calls[:4] == ["prepare_rollout 0", "get 0", "offload", "onload"] and "train" in calls[4]
+    rest = [call for call in calls[5:] if not call.startswith("checkpoint")]
+    assert rest[:2] == ["commit 0", "publish 0"]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +160,22 @@ async def test_what_a_graceful_stop_leaves_is_published_before_it_is_evaluated(m
         train={"num_steps": 9, "update_weights_interval": 4},
         eval={"data": {"source": "x.jsonl"}, "at_start": False},
     )
-    assert calls[-4:-1] == ["commit 2", "publish 2", "evaluate 3"]
+    assert calls[-5:-1] == ["commit 2", "checkpoint 2 last", "publish 2", "evaluate 3"]
 
 
 async def test_engines_on_the_trainers_gpus_cannot_generate_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"engine\.gpus: .* run entrypoints/train\.py"):
         await run("train_async", monkeypatch, colocated=True)
+
+
+@pytest.mark.parametrize("entrypoint", ["train", "train_async"])
+async def test_the_executor_resumes_before_weights_are_published_and_is_saved_before_the_trainer_leaves_its_gpus(
+    entrypoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = await run(entrypoint, monkeypatch, train={"num_steps": 2}, keep_startup=True)
+    startup = calls[: calls.index("prepare_rollout 0")]
+    assert [call for call in startup if call in ("init", "resume 0", "warm_up", "publish")] == [
+        *("init", "resume 0", "warm_up", "publish"),
+    ]
+    around = [call for call in calls if call.split()[0] in ("commit", "checkpoint", "publish")]
+    assert around[1:] == [*("commit 0", "checkpoint 0", "publish 0"), *("commit 1", "checkpoint 1 last", "publish 1")]

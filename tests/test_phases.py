@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl.components import RolloutComponents
+from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.errors import EngineError
-from asyncrl.phases import evaluate, export, make_room, publish
+from asyncrl.observability.events import EventLog, read_events
+from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, warm_up
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
+from asyncrl.rollout.events import GroupsTrained
 
 pytestmark = pytest.mark.anyio
 
@@ -124,3 +128,43 @@ async def test_engines_that_only_evaluate_are_pinned_first_and_a_pin_that_fails_
     await evaluate(job, engines, executor, 3)
     done = ["executor.set_eval_fleet INFO", "executor.eval 3"]
     assert calls == ["engines.pin_eval_fleet", *([f"skip 3: {failure}"] if failure else done)]
+
+
+@pytest.mark.parametrize(
+    ("every", "rollout_id", "last", "saved"),
+    [(2, 1, False, True), (2, 2, False, False), (2, 2, True, True), (0, 1, True, False)],
+)
+async def test_a_checkpoint_is_written_when_it_is_due_and_at_the_end(
+    every: int, rollout_id: int, last: bool, saved: bool
+) -> None:
+    calls: list[str] = []
+    job = a_job(False)
+    job.config = SimpleNamespace(checkpoint=CheckpointConfig(every=every))
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls, save={}), None)  # type: ignore[arg-type]
+    trainer: Any = Noted("trainer", calls)
+    await checkpoint(job, parts, trainer, rollout_id, last=last)
+    assert calls == (["executor.save", f"trainer.save_checkpoint {rollout_id} {{}} wait"] if saved else [])
+
+
+async def test_a_restarted_job_without_a_checkpoint_rolls_back_everything(tmp_path: Path) -> None:
+    with closing(EventLog(tmp_path / "events.jsonl")) as first:
+        first.emit(GroupsTrained(rollout_id=0, group_ids=("a", "b")))
+    calls: list[str] = []
+    executor: Any = Noted("executor", calls)
+    parts = RolloutComponents(Noted("engines", calls), executor, None)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(resumed=None)
+    with closing(EventLog(tmp_path / "events.jsonl", attempt=1)) as second:
+        job = a_job(False)
+        job.events, job.run = second, SimpleNamespace(events=tmp_path / "events.jsonl", attempt=1)
+        await resume(job, parts, trainer, 0)
+        await resume(job, parts, trainer, 0)  # what was rolled back once is not rolled back again
+    told = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "groups_rolled_back"]
+    assert [(event["step"], event["group_ids"]) for event in told] == [(0, ["a", "b"])]
+    assert calls == []
+
+
+async def test_a_resumed_policy_is_not_warmed_up_again() -> None:
+    job = a_job(False)
+    job.config = SimpleNamespace(warmup=SimpleNamespace(steps=3))
+    trainer: Any = SimpleNamespace(resumed="a checkpoint")
+    await warm_up(job, trainer)

@@ -18,9 +18,10 @@ class RunConfig(Section):
     dir: Path = Path("runs/run")
     """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
 
-    if_exists: Literal["error", "new", "overwrite"] = "error"
-    """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), or erase the old
-    run. A run that ended before its first step, leaving nothing but logs, is always replaced."""
+    if_exists: Literal["error", "new", "overwrite", "resume"] = "error"
+    """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), erase the old
+    run, or resume it: go on from its newest checkpoint (`checkpoint.resume`), from the start where it has none. A run
+    that ended before its first step, leaving nothing but logs, is always replaced."""
 
     export: bool = True
     """Write a Hugging Face export of the final policy into the run directory."""

@@ -52,12 +52,16 @@ class PromptStream:
         return self._ordinal // len(self._prompts)
 
     def draw(self) -> PromptDraw:
-        epoch, position = divmod(self._ordinal, len(self._prompts))
-        if epoch != self._order_epoch:
-            self._order_epoch, self._order = epoch, _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
-        drawn = PromptDraw(self._ordinal, epoch, self._prompts[self._order[position]])
+        drawn = self.at(self._ordinal)
         self._ordinal += 1
         return drawn
+
+    def at(self, ordinal: int) -> PromptDraw:
+        """The draw with this number, whether it was drawn or not; moves nothing."""
+        epoch, position = divmod(ordinal, len(self._prompts))
+        if epoch != self._order_epoch:
+            self._order_epoch, self._order = epoch, _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
+        return PromptDraw(ordinal, epoch, self._prompts[self._order[position]])
 
     def num_rollouts_per_epoch(self, prompts_per_step: int) -> int:
         """Whole batches in one epoch; DataError when there is not even one."""

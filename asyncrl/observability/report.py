@@ -156,6 +156,7 @@ _TIMELINE: Mapping[str, _Wording] = {
     "evaluated": _Wording("evaluation", _evaluated),
     "trainer_ready": _Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
     "trainer_resumed": _Wording("trainer", "goes on from step {step}: {path}"),
+    "groups_rolled_back": _Wording("rollouts", lambda e: f"{_size(e.get('group_ids'))} trained groups rolled back"),
     "trainer_rank_failed": _Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
     "host_started": _Wording("host", "started: pid {pid}"),
     "host_ended": _Wording("host", _host_ended),
@@ -173,6 +174,7 @@ _COUNTED = frozenset(
         "group_finished",
         "groups_delivered",
         "groups_trained",
+        "groups_restored",
         "group_filtered",
         "group_dropped",
         "request_failed",
@@ -252,7 +254,7 @@ def _count(report: RunReport, event: Record) -> None:
                 pause_s=_number(event.get("pause_s")),
             )
         )
-    elif kind in ("groups_delivered", "groups_trained"):
+    elif kind in ("groups_delivered", "groups_trained", "groups_restored"):
         report.groups[kind.removeprefix("groups_")] += _size(event.get("group_ids"))
     elif kind in ("group_filtered", "group_dropped"):
         report.groups[f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"] += 1

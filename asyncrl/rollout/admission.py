@@ -165,6 +165,14 @@ class Admission:
         self._finished[deadline] += 1
         return deadline >= self._step
 
+    def restore(self, group_id: str, oldest: int | None) -> bool:
+        """An earlier attempt of the job finished it; arguments and result as of `finish`."""
+        self._order[group_id] = self._admitted
+        self._admitted += 1
+        self._done[group_id] = deadline = _NEVER if oldest is None else oldest + self._limits.staleness
+        self._finished[deadline] += 1
+        return deadline >= self._step
+
     def remove(self, group_id: str) -> None:
         """It was filtered or dropped."""
         del self._order[group_id]

@@ -55,6 +55,23 @@ class GroupsTrained(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsRestored(Event):
+    """A resumed job has these groups, finished and not yet trained when its checkpoint was written."""
+
+    kind: ClassVar[str] = "groups_restored"
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsRolledBack(Event):
+    """A resumed job goes on from `step`: what earlier attempts trained on these groups after it does not count."""
+
+    kind: ClassVar[str] = "groups_rolled_back"
+    step: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFiltered(Event):
     """A filter took the group out."""
 

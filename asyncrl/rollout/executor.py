@@ -10,6 +10,7 @@ Invariants
 - No token in a batch is staler than rollout.max_staleness (`admission.py`). Within that, groups come earliest deadline
   first, then in the order in which their prompts were drawn.
 - Only after `generate_ahead` is anything generated while no `get` waits.
+- What `save` returned, `restore`d in a new process, goes on as if nothing had ended: no prompt is skipped or repeated.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sampling
+from asyncrl.rollout.saved_rollout import SavedRollout, decode_rollout, encode_rollout
 from asyncrl.rollout.wire import SamplingParams
 
 T = TypeVar("T")
@@ -216,6 +218,26 @@ class RolloutExecutor:
     async def commit(self, rollout_id: int) -> None:
         """The trainer has trained the batch. RolloutError when it was never delivered, or was committed before."""
         self._events.emit(self._ledger.commit(rollout_id))
+
+    async def save(self) -> dict[str, bytes]:
+        """Files for a checkpoint of the trainer as it is between a `commit` and the next `get`.
+
+        Raises RolloutError where a batch is with the trainer, and what made generation fail.
+        """
+        self._ledger.check_all_committed()
+        finished, again = self._started.production.save()
+        prompts, ended = self._started.stream.state(), self._ledger.ended
+        saved = SavedRollout(prompts, again, finished, ended, dict(self._ledger.drop_reasons))
+        return await _in_thread(lambda: encode_rollout(saved))
+
+    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+        """Goes on from what `save` returned when `step` batches were trained; before the first `get`.
+
+        Raises CheckpointError for files that cannot be read, DataError for other data.
+        """
+        saved = await _in_thread(lambda: decode_rollout(files, self._started.stream))
+        restored = self._started.production.restore(step, saved.finished, saved.again)
+        self._events.emit(self._ledger.restore(restored, saved.ended, saved.drop_reasons))
 
     async def eval(self, rollout_id: int) -> EvalReport:
         """Samples every held-out prompt; whatever goes wrong with that is a skipped point with a reason."""

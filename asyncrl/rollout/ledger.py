@@ -6,6 +6,7 @@
 Invariants
 - A group is admitted once per attempt of the job and ends once: trained, filtered or dropped.
 - A rollout id is delivered once, and committed once after that.
+- A group that an earlier attempt finished, and no batch took, begins as finished; counts go on where they were.
 
 A pure state machine: no I/O, no clock. Each transition returns the event that records it; the caller emits it.
 """
@@ -13,8 +14,9 @@ A pure state machine: no I/O, no clock. Each transition returns the event that r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 from asyncrl.errors import RolloutError
 from asyncrl.rollout.events import (
@@ -24,6 +26,8 @@ from asyncrl.rollout.events import (
     GroupFinished,
     GroupRunning,
     GroupsDelivered,
+    GroupsRestored,
+    GroupsRolledBack,
     GroupsTrained,
 )
 
@@ -64,6 +68,27 @@ class Ledger:
         """Groups by state, ended ones included."""
         totals = Counter(self._live.values()) + self._ended
         return {state: totals[state] for state in GroupState}
+
+    @property
+    def ended(self) -> Mapping[str, int]:
+        """Groups that ended, by state."""
+        return {state.value: count for state, count in self._ended.items()}
+
+    def restore(
+        self, finished: Sequence[str], ended: Mapping[str, int], drop_reasons: Mapping[str, int]
+    ) -> GroupsRestored:
+        """Goes on from the books of an earlier attempt; before anything is admitted."""
+        self._live.update(dict.fromkeys(finished, GroupState.FINISHED))
+        self._ended.update({GroupState(state): count for state, count in ended.items()})
+        self.drop_reasons.update(drop_reasons)
+        return GroupsRestored(group_ids=tuple(finished))
+
+    def check_all_committed(self) -> None:
+        """Raises RolloutError where a batch is with the trainer: nobody knows yet whether it was trained."""
+        if self._delivered:
+            raise RolloutError(
+                f"rollout {min(self._delivered)} was delivered and not committed; save after a commit and before a get"
+            )
 
     def live_groups(self, state: GroupState) -> tuple[str, ...]:
         return tuple(group for group, at in self._live.items() if at is state)
@@ -139,3 +164,14 @@ class Ledger:
     def _end(self, group_id: str, state: GroupState) -> None:
         del self._live[group_id]
         self._ended[state] += 1
+
+
+def rolled_back(events: Iterable[Mapping[str, Any]], step: int) -> tuple[str, ...]:
+    """Groups that `events` (the log of all attempts) tell were trained after the checkpoint of `step`: to no avail."""
+    trained: dict[int, tuple[str, ...]] = {}
+    for event in events:
+        if event.get("kind") == GroupsTrained.kind:
+            trained[event["rollout_id"]] = tuple(event["group_ids"])
+        elif event.get("kind") == GroupsRolledBack.kind:
+            trained = {rollout_id: ids for rollout_id, ids in trained.items() if rollout_id < event["step"]}
+    return tuple(group_id for rollout_id in sorted(trained) if rollout_id >= step for group_id in trained[rollout_id])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -22,7 +22,7 @@ import anyio.abc
 
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Prompt, SampleGroup
-from asyncrl.data.staleness import oldest_step
+from asyncrl.data.staleness import oldest_step, step_of
 from asyncrl.errors import AsyncRLError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
@@ -171,6 +171,36 @@ class Production:
             for group_id in list(self._live):
                 self._remove(group_id, "its rollout was not delivered")
             self._wake()
+
+    def save(self) -> tuple[tuple[tuple[Issue, SampleGroup], ...], tuple[Issue, ...]]:
+        """Groups that wait for a batch, and those that are to be issued again if the process ends now.
+
+        Raises what made generation fail, as its groups are dropped already.
+        """
+        if self._failure is not None:
+            raise self._failure
+        finished = tuple((issue, self._finished[key]) for key, issue in self._live.items() if key in self._finished)
+        unfinished = (issue for group_id, issue in self._live.items() if group_id not in self._finished)
+        return finished, (*unfinished, *self._again)
+
+    def restore(
+        self, step: int, finished: Sequence[tuple[Issue, SampleGroup]], again: Sequence[Issue]
+    ) -> tuple[str, ...]:
+        """Goes on before the batch of `step` with what `save` returned; before anything else. Returns what came back.
+
+        Finished groups that no batch may train are issued again: made by weights that came after `step`, or too old.
+        """
+        admission = self._begin(step)
+        for issue, group in finished:
+            spans = [span for sample in group.samples if sample.reward is not None for span in sample.versions]
+            ahead = any((made := step_of(span.version)) is not None and made > step for span in spans)
+            if admission.restore(group.group_id, oldest_step(spans)) and not ahead:
+                self._live[group.group_id], self._finished[group.group_id] = issue, group
+            else:
+                admission.remove(group.group_id)
+                self._again.append(issue)
+        self._again.extend(again)
+        return tuple(self._finished)
 
     # what is live
 

@@ -258,7 +258,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_no_lock(config, tmp_path):
     RunDirectory.open(config("overwrite")).close()
 
 
-@pytest.mark.parametrize("policy", ["error", "new", "overwrite"])
+@pytest.mark.parametrize("policy", ["error", "new", "overwrite", "resume"])
 def test_a_restarted_gang_goes_on_in_its_own_directory(config, tmp_path, policy):
     if policy == "new":
         with RunDirectory.open(config(), gang=Gang("1@1", 0)) as other:
@@ -281,3 +281,23 @@ def test_processes_outside_torchrun_are_their_own_gang():
     under = Gang.detect({"TORCHELASTIC_RESTART_COUNT": "2"})
     assert under.agent.startswith(f"{os.getppid()}@")
     assert under.restarts == 2
+
+
+def test_a_resumed_run_keeps_what_it_has_and_counts_attempts_on(config, tmp_path):
+    with RunDirectory.open(config("resume"), gang=Gang("1@1", 0)) as first:
+        assert first.attempt == 0
+        first.metrics.write_text("{}\n")
+    for attempt, gang in [(1, Gang("2@2", 0)), (2, Gang("2@2", 1)), (3, Gang("3@3", 0))]:
+        RunDirectory.check(config("resume"), gang=gang)
+        with RunDirectory.open(config("resume"), gang=gang) as again:
+            assert (again.path, again.attempt) == (first.path, attempt)
+            assert again.metrics.read_text() == "{}\n"
+            with pytest.raises(RunDirectoryError, match="in use"):
+                RunDirectory.open(config("resume"), gang=Gang("9@9", 0))
+
+
+def test_resuming_a_run_that_left_nothing_begins_anew(config):
+    with RunDirectory.open(config("resume"), gang=Gang("1@1", 0)) as first:
+        first.events.write_text("{}\n")
+    with RunDirectory.open(config("resume"), gang=Gang("2@2", 0)) as second:
+        assert second.attempt == 0 and not second.events.exists()

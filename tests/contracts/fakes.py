@@ -192,6 +192,13 @@ class FakeExecutor:
     async def commit(self, rollout_id: int) -> None:
         self._ledger.commit(rollout_id)
 
+    async def save(self) -> dict[str, bytes]:
+        self._ledger.check_all_committed()
+        return {"fake.json": str(self._groups).encode()}
+
+    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+        self._groups = int(files["fake.json"])
+
     async def eval(self, rollout_id: int) -> EvalReport:
         return self.report_eval_skip(rollout_id, "a fake has nothing to evaluate")
 

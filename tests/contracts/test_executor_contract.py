@@ -102,3 +102,16 @@ async def test_generation_ahead_loses_and_repeats_nothing(start: Start) -> None:
             async with executor.updating():
                 pass
         assert len(seen) == len(set(seen)) == 9
+
+
+async def test_what_was_saved_between_two_batches_goes_on_in_another_executor(start: Start) -> None:
+    async with start() as executor:
+        await executor.get(0)
+        with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
+            await executor.save()
+        await executor.commit(0)
+        files = await executor.save()
+    async with start() as executor:
+        await executor.restore(files, 1)
+        assert (await executor.get(1)).group_ids == ("00000003", "00000004", "00000005")
+        await executor.commit(1)

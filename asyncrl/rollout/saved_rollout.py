@@ -1,0 +1,182 @@
+"""What a checkpoint keeps of the rollouts: the place in the prompts, finished groups, and those to issue again.
+
+Two files: `rollout.json`, and `rollout.safetensors` with the tokens and log-probs of all samples one after the other.
+Prompts are not kept: a draw of the prompt stream is the same after a resume, which `PromptStream.restore` checks.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.sample import FinishReason, Sample, SampleGroup, VersionSpan
+from asyncrl.errors import CheckpointError
+from asyncrl.rollout.production import Issue
+
+STATE = "rollout.json"
+TENSORS = "rollout.safetensors"
+FORMAT = 1
+"""Raised when a reader of the former number could not read the files."""
+
+_DTYPES = {"prompt_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRollout:
+    """The executor between two batches."""
+
+    prompts: Mapping[str, Any]
+    """`PromptStream.state`."""
+    again: tuple[Issue, ...]
+    """Groups that were not finished, in the order in which they are to be issued."""
+    finished: tuple[tuple[Issue, SampleGroup], ...]
+    """Groups that no batch took yet, as admitted."""
+    ended: Mapping[str, int]
+    """Groups that ended, by state."""
+    drop_reasons: Mapping[str, int]
+
+
+class _Sample(msgspec.Struct, frozen=True):
+    sample_id: str
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: FinishReason
+    versions: tuple[tuple[str, int, int], ...]
+    text: str
+    reward: float | None
+    failure: str | None
+
+
+class _Group(msgspec.Struct, frozen=True):
+    ordinal: int
+    issues: int
+    samples: tuple[_Sample, ...]
+
+
+class _State(msgspec.Struct, frozen=True):
+    format: int
+    prompts: dict[str, Any]
+    again: tuple[tuple[int, int], ...]
+    """(ordinal, issues)."""
+    finished: tuple[_Group, ...]
+    ended: dict[str, int]
+    drop_reasons: dict[str, int]
+
+
+def encode_rollout(saved: SavedRollout) -> dict[str, bytes]:
+    """The files, by name."""
+    state = _State(
+        format=FORMAT,
+        prompts=dict(saved.prompts),
+        again=tuple((issue.ordinal, issue.issues) for issue in saved.again),
+        finished=tuple(_group(issue, group) for issue, group in saved.finished),
+        ended=dict(saved.ended),
+        drop_reasons=dict(saved.drop_reasons),
+    )
+    samples = [sample for _, group in saved.finished for sample in group.samples]
+    tensors = {
+        name: np.concatenate([np.empty(0, dtype), *(getattr(sample, name) for sample in samples)], dtype=dtype)
+        for name, dtype in _DTYPES.items()
+    }
+    return {STATE: msgspec.json.encode(state), TENSORS: safetensors.save(tensors)}
+
+
+def decode_rollout(files: Mapping[str, bytes], stream: PromptStream) -> SavedRollout:
+    """Reads what `encode_rollout` wrote, and sets `stream` to its place.
+
+    Raises CheckpointError for files that are missing or of another kind, DataError for other data.
+    """
+    missing = {STATE, TENSORS} - files.keys()
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {', '.join(sorted(missing))}, so it does not tell which prompts were trained; "
+            "save what `RolloutExecutor.save` returns with it, or begin anew with checkpoint.resume = never"
+        )
+    try:
+        version = msgspec.json.decode(files[STATE], type=dict[str, object]).get("format")
+        if version != FORMAT:
+            raise CheckpointError(f"{STATE} has format {version}; this version of asyncrl reads format {FORMAT}")
+        state = msgspec.json.decode(files[STATE], type=_State)
+        tensors = safetensors.load(files[TENSORS])
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise CheckpointError(f"the rollouts of the checkpoint are damaged: {error}") from None
+    lengths = {
+        "prompt_ids": sum(sample.prompt_tokens for group in state.finished for sample in group.samples),
+        "output_ids": (tokens := sum(sample.output_tokens for group in state.finished for sample in group.samples)),
+        "logprobs": tokens,
+    }
+    found = {name: tensor.size for name, tensor in tensors.items()}
+    if found != lengths:
+        raise CheckpointError(f"{TENSORS} holds {found}, and {STATE} tells of {lengths}")
+    stream.restore(state.prompts)
+    reader = _Reader(tensors)
+    return SavedRollout(
+        prompts=state.prompts,
+        again=tuple(_issue(stream, ordinal, issues) for ordinal, issues in state.again),
+        finished=tuple(reader.group(_issue(stream, group.ordinal, group.issues), group) for group in state.finished),
+        ended=state.ended,
+        drop_reasons=state.drop_reasons,
+    )
+
+
+def _group(issue: Issue, group: SampleGroup) -> _Group:
+    samples = tuple(
+        _Sample(
+            sample_id=sample.sample_id,
+            prompt_tokens=len(sample.prompt_ids),
+            output_tokens=len(sample.output_ids),
+            finish_reason=sample.finish_reason,
+            versions=tuple((span.version, span.start, span.end) for span in sample.versions),
+            text=sample.text,
+            reward=sample.reward,
+            failure=sample.failure,
+        )
+        for sample in group.samples
+    )
+    return _Group(issue.ordinal, issue.issues, samples)
+
+
+def _issue(stream: PromptStream, ordinal: int, issues: int) -> Issue:
+    draw = stream.at(ordinal)
+    return Issue(draw.ordinal, draw.prompt, draw.epoch, issues)
+
+
+class _Reader:
+    """Hands out the arrays of one sample after the other."""
+
+    def __init__(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        self._tensors = tensors
+        self._at = dict.fromkeys(_DTYPES, 0)
+
+    def group(self, issue: Issue, saved: _Group) -> tuple[Issue, SampleGroup]:
+        samples = tuple(self._sample(issue.group_id, sample) for sample in saved.samples)
+        return issue, SampleGroup(issue.group_id, issue.prompt, samples)
+
+    def _sample(self, group_id: str, saved: _Sample) -> Sample:
+        return Sample(
+            sample_id=saved.sample_id,
+            group_id=group_id,
+            prompt_ids=self._next("prompt_ids", saved.prompt_tokens),
+            output_ids=self._next("output_ids", saved.output_tokens),
+            logprobs=self._next("logprobs", saved.output_tokens),
+            finish_reason=saved.finish_reason,
+            versions=tuple(VersionSpan(*span) for span in saved.versions),
+            text=saved.text,
+            reward=saved.reward,
+            failure=saved.failure,
+        )
+
+    def _next(self, name: str, count: int) -> NDArray[Any]:
+        start = self._at[name]
+        self._at[name] = start + count
+        return self._tensors[name][start : start + count].astype(_DTYPES[name])

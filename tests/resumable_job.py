@@ -1,0 +1,137 @@
+"""A whole job that may be killed at any moment: a real loop, executor and run directory, a trainer that only counts.
+
+Runs in a process of its own; engine and trainer are in it too, so that one SIGKILL ends everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import threading
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from asyncrl.components import RolloutComponents
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.staleness import Bound
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.exit_protocol import StopRequest
+from asyncrl.observability.events import Event, EventLog
+from asyncrl.rollout.executor import RolloutExecutor
+from asyncrl.run_directory import RunDirectory
+from asyncrl.training.checkpoints.manifest import SavedLayout
+from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint
+from tests.scripted_engine import Action, ScriptedEngine, scripted_engine
+
+ENTRYPOINTS = Path(__file__).parents[1] / "entrypoints"
+
+
+class Deadly(EventLog):
+    """Kills the process some seconds after an event with the given number."""
+
+    def __init__(self, run: RunDirectory, kill: tuple[int, float] | None) -> None:
+        super().__init__(run.events, run.attempt)
+        self._left, self._after_s = kill or (-1, 0.0)
+
+    def emit(self, event: Event) -> None:
+        super().emit(event)
+        self._left -= 1
+        if self._left == 0:
+            threading.Timer(self._after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+class CountingTrainer:
+    """Checks each batch against the bound, and saves how many it has had."""
+
+    def __init__(self, config: Config, run: RunDirectory, engine: ScriptedEngine) -> None:
+        self.resumed: SavedCheckpoint | None = None
+        self._bound = Bound.of(config)
+        self._run, self._engine = run, engine
+        self._store = CheckpointStore(run.path / "checkpoints")
+        self._step = 0
+
+    async def init(self) -> int:
+        self._store.tidy()
+        self.resumed = self._store.newest()
+        self._step = 0 if self.resumed is None else self.resumed.step
+        return self._step
+
+    async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
+        assert rollout_id == self._step
+        self._bound.check(batch)
+        await anyio.sleep(0.02)  # when it is saved, some groups of the next batch are finished, others are not
+        self._step += 1
+        return {}
+
+    async def update_weights(self, rollout_id: int | None = None) -> Any:
+        self._engine.version = f"{self._run.attempt}.{self._step}"
+        return SimpleNamespace(version=self._engine.version)
+
+    async def save_checkpoint(self, rollout_id: int, extra: dict[str, bytes], *, wait: bool) -> None:
+        staging = self._store.staging(self._step, 1)
+        staging.mkdir(parents=True)
+        publish = partial(self._store.publish, staging, {}, step=rollout_id + 1, attempt=self._run.attempt, tensors={})
+        await anyio.to_thread.run_sync(lambda: publish(layout=SavedLayout(1, 1), extra=extra))
+
+
+class Controller:
+    """Engines that are always there."""
+
+    async def wait_ready(self) -> None: ...
+
+    async def prepare_rollout(self, rollout_id: int) -> None: ...
+
+
+def run_job(config: dict[str, Any], entrypoint: str, kill: tuple[int, float] | None) -> None:
+    """Runs the loop of `entrypoint` to its end, or until `kill`: (number of an event, seconds after it)."""
+    anyio.run(_run, Config.model_validate(config), entrypoint, kill)
+
+
+async def _run(config: Config, entrypoint: str, kill: tuple[int, float] | None) -> None:
+    spec = importlib.util.spec_from_file_location(entrypoint, ENTRYPOINTS / f"{entrypoint}.py")
+    assert spec is not None and spec.loader is not None
+    loop: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    dice = random.Random()
+
+    def answer(request: dict[str, Any], number: int) -> Action:
+        return Action(latency_s=dice.uniform(0.001, 0.03))
+
+    with RunDirectory.open(config) as run:
+        events = Deadly(run, kill)
+        async with scripted_engine(answer) as engine, anyio.create_task_group() as tasks:
+            executor = RolloutExecutor(
+                config,
+                router_url=engine.url,
+                host=None,
+                events=events,
+                tokenizer=PolicyTokenizer.load(config.model.path),
+                log_dir=run.logs,
+            )
+            await executor.start(tasks)
+
+            async def create_rollout_components(job: Any) -> Any:
+                return RolloutComponents(Controller(), executor, executor.get_num_rollout_per_epoch())  # type: ignore[arg-type]
+
+            async def create_train_group(job: Any, components: Any) -> Any:
+                return CountingTrainer(config, run, engine)
+
+            loop.create_rollout_components, loop.create_train_group = create_rollout_components, create_train_group
+            record = SimpleNamespace(phase=lambda name: nullcontext(), steps=0, note=lambda text: None)
+            record.start = lambda num_steps, first: setattr(record, "steps", first)
+            record.step = lambda step, *rest: setattr(record, "steps", step)
+            layout = SimpleNamespace(colocated=False)
+            job = SimpleNamespace(
+                config=config, record=record, stop=StopRequest(), layout=layout, run=run, events=events
+            )
+            await loop.train(job)
+            await executor.dispose()

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutError
+from asyncrl.observability.events import EventLog
+from asyncrl.rollout.events import GroupDropped, GroupFinished
+from asyncrl.rollout.ledger import GroupState
+from asyncrl.rollout.production import Issue
+from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout
+from tests.rollout.conftest import StartExecutor
+from tests.scripted_engine import Action, ScriptedEngine, scripted_engine
+
+PROMPTS = tuple(Prompt(f"p{i}", f"{i}", np.arange(i + 1, dtype=np.int32)) for i in range(5))
+
+
+def a_stream(prompts: tuple[Prompt, ...] = PROMPTS) -> PromptStream:
+    return PromptStream(prompts, seed=3, shuffle=True)
+
+
+@st.composite
+def issues(draw: st.DrawFn) -> Issue:
+    drawn = a_stream().at(draw(st.integers(0, 40)))
+    return Issue(drawn.ordinal, drawn.prompt, drawn.epoch, draw(st.integers(0, 2)))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[Issue, SampleGroup]:
+    issue = draw(issues())
+    samples = []
+    for index in range(draw(st.integers(1, 3))):
+        length = draw(st.integers(0, 5))
+        logprobs = draw(st.lists(st.floats(-30, 0, width=32), min_size=length, max_size=length))
+        samples.append(
+            Sample(
+                sample_id=f"{issue.group_id}.{index:03d}",
+                group_id=issue.group_id,
+                prompt_ids=issue.prompt.token_ids,
+                output_ids=np.arange(length, dtype=np.int32),
+                logprobs=np.array(logprobs, np.float32),
+                finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+                versions=(VersionSpan("0.1", 0, length),) if length else (),
+                text=draw(st.text(max_size=5)),
+                reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+                failure=draw(st.none() | st.just("timeout")),
+            )
+        )
+    return issue, SampleGroup(issue.group_id, issue.prompt, tuple(samples))
+
+
+def plain(sample: Sample) -> Any:
+    arrays = [(a.dtype, a.tobytes()) for a in (sample.prompt_ids, sample.output_ids, sample.logprobs)]
+    return (
+        arrays,
+        [getattr(sample, name) for name in ("sample_id", "group_id", "finish_reason", "versions", "text")],
+        (
+            sample.reward,
+            sample.failure,
+        ),
+    )
+
+
+@given(st.lists(groups(), max_size=4), st.lists(issues(), max_size=4), st.integers(0, 40))
+def test_what_was_saved_is_read_back_bit_for_bit(
+    finished: list[tuple[Issue, SampleGroup]], again: list[Issue], drawn: int
+) -> None:
+    stream, later = a_stream(), a_stream()
+    for _ in range(drawn):
+        stream.draw()
+    saved = SavedRollout(stream.state(), tuple(again), tuple(finished), {"trained": 7}, {"late": 2})
+    read = decode_rollout(encode_rollout(saved), later)
+    assert later.state() == stream.state() and later.draw().ordinal == drawn
+    assert (read.prompts, read.again, read.ended, read.drop_reasons) == (
+        saved.prompts,
+        saved.again,
+        saved.ended,
+        saved.drop_reasons,
+    )
+    assert [issue for issue, _ in read.finished] == [issue for issue, _ in finished]
+    for (_, group), (_, original) in zip(read.finished, finished, strict=True):
+        assert group.prompt is original.prompt
+        assert [plain(sample) for sample in group.samples] == [plain(sample) for sample in original.samples]
+
+
+FILES = encode_rollout(SavedRollout(a_stream().state(), (), (), {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "told"),
+    [
+        ({}, CheckpointError, r"has no rollout\.json, rollout\.safetensors.*checkpoint\.resume = never"),
+        (FILES | {STATE: b"{"}, CheckpointError, "damaged"),
+        (FILES | {TENSORS: b"nonsense"}, CheckpointError, "damaged"),
+        (FILES | {STATE: msgspec.json.encode({"format": 2})}, CheckpointError, "format 2"),
+        (FILES | {STATE: msgspec.json.encode({"format": 1})}, CheckpointError, "damaged"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(files: Mapping[str, bytes], error: type[AsyncRLError], told: str) -> None:
+    with pytest.raises(error, match=told):
+        decode_rollout(files, a_stream())
+
+
+def test_other_data_is_refused() -> None:
+    with pytest.raises(DataError, match="size was 5, is 4"):
+        decode_rollout(FILES, a_stream(PROMPTS[:4]))
+
+
+# the executor
+
+
+ONE_AHEAD = {"rollout": {"prompts_per_step": 3, "samples_per_prompt": 2, "concurrency": 12, "max_staleness": 1}}
+
+
+def held(names: set[str]) -> Any:
+    """Answers at once but for these groups, which hang."""
+
+    def script(request: dict[str, Any], number: int) -> Action:
+        return Action(fault="hang") if request["rid"].split("-", 1)[1].split(".")[0] in names else Action()
+
+    return script
+
+
+async def saved_after_one_batch(start: StartExecutor, engine: ScriptedEngine, events: EventLog) -> dict[str, bytes]:
+    """Batch 0 was trained, groups 3 and 5 are finished, 4 runs."""
+    missing, there = {"00000003", "00000005"}, anyio.Event()
+
+    def listen(line: dict[str, Any]) -> None:
+        if line["kind"] == GroupFinished.kind:
+            missing.discard(line["group_id"])
+            if not missing:
+                there.set()
+
+    events.listen(listen)
+    async with start(engine, **ONE_AHEAD) as executor:
+        engine.version = "0.0"
+        executor.set_weight_version("0.0")
+        executor.generate_ahead(0, 9)
+        await executor.get(0)
+        with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
+            await executor.save()
+        await executor.commit(0)
+        with anyio.fail_after(10):
+            await there.wait()
+        return await executor.save()
+
+
+async def test_finished_groups_come_back_running_ones_are_issued_again_and_trained_ones_never(
+    start_executor: StartExecutor, events: EventLog
+) -> None:
+    async with scripted_engine(held({"00000004"})) as engine:
+        files = await saved_after_one_batch(start_executor, engine, events)
+    async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
+        await executor.restore(files, 1)
+        assert executor.statistics().groups[GroupState.TRAINED] == 3
+        engine.version = "1.1"
+        executor.set_weight_version("1.1")
+        executor.generate_ahead(1, 9)
+        batch = await executor.get(1)
+        assert batch.group_ids == ("00000003", "00000005", "00000004")  # earliest deadline first
+        assert [spans[0].version for spans in batch.versions] == ["0.0"] * 4 + ["1.1"] * 2
+        await executor.commit(1)
+        assert (await executor.get(2)).group_ids == ("00000006", "00000007", "00000008")
+        asked = {request["rid"].split("-", 1)[1].split(".")[0] for request in engine.requests}
+        assert not asked & {"00000000", "00000001", "00000002", "00000003", "00000005"}
+    assert [line["group_ids"] for line in events.recent if line["kind"] == "groups_restored"] == [
+        ("00000003", "00000005")
+    ]
+
+
+async def test_groups_of_weights_that_were_rolled_back_are_issued_again(
+    start_executor: StartExecutor, events: EventLog
+) -> None:
+    spans = (("0.0", 0, 1), ("0.2", 1, 3))
+    async with scripted_engine(held({"00000004"})) as engine:
+        files = await saved_after_one_batch(start_executor, engine, events)
+    state = msgspec.json.decode(files[STATE])
+    state["finished"][0]["samples"][1]["versions"] = spans
+    async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
+        await executor.restore(files | {STATE: msgspec.json.encode(state)}, 1)
+        engine.version = "1.1"
+        executor.set_weight_version("1.1")
+        batch = await executor.get(1)
+        assert batch.group_ids == ("00000005", "00000003", "00000004")
+        assert all(span.version != "0.2" for spans in batch.versions for span in spans)
+
+
+async def test_nothing_is_saved_once_generation_has_failed(start_executor: StartExecutor, events: EventLog) -> None:
+    """Its groups are dropped by then: a checkpoint would skip their prompts."""
+
+    def refuse(request: dict[str, Any], number: int) -> Action:
+        return Action(fault="status", status=400) if number >= 6 else Action()
+
+    dropped, failed = [], anyio.Event()
+
+    def listen(line: dict[str, Any]) -> None:
+        if line["kind"] == GroupDropped.kind:
+            dropped.append(line["group_id"])
+            if len(dropped) == 9:
+                failed.set()
+
+    events.listen(listen)
+    async with scripted_engine(refuse) as engine, start_executor(engine, **ONE_AHEAD) as executor:
+        await executor.get(0)
+        await executor.commit(0)
+        executor.generate_ahead(1, 9)
+        with anyio.fail_after(10):
+            await failed.wait()
+        with pytest.raises(RolloutError, match="9 prompt groups failed"):
+            await executor.save()
