@@ -223,7 +223,7 @@ class WeightUpdates:
             )
             self._signal_end()
             await self._route(engines)
-            if first:
+            if first and any(engine.state is EngineState.SERVING for engine in engines):
                 await self._probe_router(lease.version)
 
     async def abort(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
@@ -284,8 +284,12 @@ class WeightUpdates:
                 await anyio.sleep(PROBE_PAUSE_S)
 
     async def _route(self, engines: Sequence[ManagedEngine]) -> None:
-        """Registers those that serve and are unknown to the router; raises EngineError if it takes none."""
-        new = [engine for engine in engines if not engine.routed and engine.state is EngineState.SERVING]
+        """Registers those that the router does not know; raises EngineError if it takes none.
+
+        One whose memory is still away is paused: requests wait in it until it has all of it back.
+        """
+        states = (EngineState.SERVING, EngineState.OFFLOADED)
+        new = [engine for engine in engines if not engine.routed and engine.state in states]
         members = _members(new)
         failed = await on_each(new, self._routing.add)
         await self._drop(failed, members)

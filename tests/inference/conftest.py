@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import anyio
 import pytest
@@ -74,11 +74,17 @@ def cpu_layout(engines: int) -> ProcessLayout:
     )
 
 
+def colocated_layout(engines: int) -> ProcessLayout:
+    layout = cpu_layout(engines)
+    shared = tuple(replace(placement, colocated=True, gpus=(0,)) for placement in layout.engines)
+    return replace(layout, device="cuda", engines=shared)
+
+
 @pytest.fixture
 def start_fleet(tmp_path: Path) -> StartFleet:
     """Starts a controller over `engines` scripted engines; what it raises into its task group lands in `failures`.
 
-    `restarts`: how often a process that ended is started again.
+    `restarts`: how often a process that ended is started again. `colocated`: on the trainer's GPUs.
     """
 
     @asynccontextmanager
@@ -88,10 +94,12 @@ def start_fleet(tmp_path: Path) -> StartFleet:
         tensors: Mapping[str, Tensor] | None = None,
         prepare: Callable[[Fleet], None] | None = None,
         restarts: int = 0,
+        colocated: bool = False,
         layout: ProcessLayout | None = None,
         **config: dict[str, Any],
     ) -> AsyncIterator[Fleet]:
-        scripts = [ScriptedEngine(tensors) for _ in range(engines)]
+        device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
+        scripts = [ScriptedEngine(tensors, device=device) for _ in range(engines)]
         router = ScriptedRouter()
         host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
         events = EventLog(None)
@@ -99,7 +107,7 @@ def start_fleet(tmp_path: Path) -> StartFleet:
             Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
             host=cast(EngineHost, host),
             events=events,
-            layout=layout or cpu_layout(engines),
+            layout=layout or (colocated_layout(engines) if colocated else cpu_layout(engines)),
             model_path=tmp_path,
             run_dir=tmp_path,
         )
