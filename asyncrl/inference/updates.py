@@ -123,8 +123,8 @@ class WeightUpdates:
         self.beginning += 1  # before anything is awaited: no engine starts to load what is about to be old
         try:
             return await self._begin(version)
-        except BaseException:
-            self._signal_end()  # engines that were left to this update look for a copy again
+        except BaseException:  # a cancellation too: engines that were left to this update look for a copy again
+            self._signal_end()
             raise
         finally:
             self.beginning -= 1
