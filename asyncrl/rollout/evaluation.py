@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts. Pure parts: the report and how samples become one."""
+"""The report of an evaluation on held-out prompts, and how samples become one. Pure."""
 
 from __future__ import annotations
 

@@ -31,17 +31,17 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.sample import Prompt, Sample, SampleGroup
+from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import AsyncRLError, RolloutError
+from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.waits import waiting
 from asyncrl.rollout.admission import Limits
 from asyncrl.rollout.collection import FirstBatchCheck
 from asyncrl.rollout.engine_client import ClientStatistics, EngineClient
-from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
-from asyncrl.rollout.events import Evaluated, RewardFailed
+from asyncrl.rollout.evaluation import EvalReport
+from asyncrl.rollout.evaluator import Evaluator
+from asyncrl.rollout.events import RewardFailed
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.ledger import GroupState, Ledger
@@ -80,8 +80,8 @@ class _Parts:
     generator: GroupGenerator
     stream: PromptStream
     production: Production
+    evaluator: Evaluator
     dropped_overlong: int
-    eval_prompts: tuple[Prompt, ...] | None
 
 
 class RolloutExecutor:
@@ -115,8 +115,6 @@ class RolloutExecutor:
         self._delivered_at = 0.0
         """time.monotonic() of the last delivery."""
         self._published_version: str | None = None
-        self._eval_fleet: EvalFleetInfo | None = None
-        self._eval_generator: GroupGenerator | None = None
         self._last_rollout: RolloutMetrics | None = None
         rollout = config.rollout
         self._min_usable = min(2, rollout.samples_per_prompt) if config.train.loss == "grpo" else 1
@@ -149,7 +147,7 @@ class RolloutExecutor:
             else await _in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
         )
         client = self._client(self._router_url)
-        self._to_close.push_async_callback(client.aclose)
+        generator = self._generator(client, scorer)
         stream = PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
         production = Production(
             Limits(rollout.prompts_per_step, self._bound.batches, rollout.oversample, rollout.straggler),
@@ -165,11 +163,18 @@ class RolloutExecutor:
         self._parts = _Parts(
             scorer=scorer,
             client=client,
-            generator=self._generator(client, scorer),
+            generator=generator,
             stream=stream,
             production=production,
+            evaluator=Evaluator(
+                config.eval,
+                None if eval_prompts is None else eval_prompts.prompts,
+                self._eval_sampling,
+                shared=generator,
+                generator_for=lambda router_url: self._generator(self._client(router_url), scorer),
+                events=self._events,
+            ),
             dropped_overlong=prompts.dropped_overlong,
-            eval_prompts=None if eval_prompts is None else eval_prompts.prompts,
         )
 
     async def get(self, rollout_id: int) -> RolloutBatch:
@@ -241,71 +246,15 @@ class RolloutExecutor:
 
     async def eval(self, rollout_id: int) -> EvalReport:
         """Samples every held-out prompt; whatever goes wrong with that is a skipped point with a reason."""
-        config, prompts, fleet = self._config.eval, self._started.eval_prompts, self._eval_fleet
-        generator = self._eval_generator or self._started.generator
-        if prompts is None:
-            return skipped_report(rollout_id, "there are no held-out prompts (eval.data)")
-        began = time.monotonic()
-        groups: list[SampleGroup] = []
-        errors: list[AsyncRLError] = []
-
-        async def one(index: int) -> None:
-            group_id = f"e{rollout_id:07d}.{index:07d}"
-            try:
-                group = await generator.run(group_id, prompts[index], self._eval_sampling, config.samples_per_prompt)
-            except AsyncRLError as error:
-                errors.append(error)
-                evaluation.cancel_scope.cancel()
-            else:
-                groups.append(group)
-
-        try:
-            with waiting("evaluation", f"{len(prompts)} prompts at rollout {rollout_id}", config.timeout_s):
-                async with anyio.create_task_group() as evaluation:
-                    for index in range(len(prompts)):
-                        evaluation.start_soon(one, index)
-        except TimeoutError as error:
-            errors.append(RolloutError(str(error)))
-        if errors:
-            reason = f"{errors[0]}; {len(groups)} prompts were done"
-            report = skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
-        else:
-            samples = [sample for group in groups for sample in group.samples]
-            report = report_samples(
-                rollout_id,
-                samples,
-                num_prompts=len(prompts),
-                threshold=config.threshold,
-                seconds=time.monotonic() - began,
-                pinned=None if fleet is None else fleet.version,
-            )
-        return self._told(report)
+        return await self._started.evaluator.run(rollout_id)
 
     def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
         """Evaluations go through the router of `info` from now on; None: through that of the training engines."""
-        if info is None:
-            self._eval_generator = None
-        elif self._eval_generator is None or self._eval_fleet is None or info.router_url != self._eval_fleet.router_url:
-            client = self._client(info.router_url)
-            self._to_close.push_async_callback(client.aclose)
-            self._eval_generator = self._generator(client, self._started.scorer)
-        self._eval_fleet = info
+        self._started.evaluator.set_fleet(info)
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
         """The point that an evaluation leaves which could not begin."""
-        return self._told(skipped_report(rollout_id, reason))
-
-    def _told(self, report: EvalReport) -> EvalReport:
-        self._events.emit(
-            Evaluated(
-                rollout_id=report.rollout_id,
-                accuracy=report.accuracy,
-                num_samples=report.num_samples,
-                seconds=report.seconds,
-                skipped=report.skipped,
-            )
-        )
-        return report
+        return self._started.evaluator.report_skip(rollout_id, reason)
 
     def set_weight_version(self, version: str) -> None:
         """The engines hold `version` (`attempt.step`) now; from its step follows what may be generated and trained.
@@ -347,8 +296,9 @@ class RolloutExecutor:
         return self._parts
 
     def _client(self, router_url: str) -> EngineClient:
+        """Closed by `dispose`."""
         config, rollout = self._config, self._config.rollout
-        return EngineClient(
+        client = EngineClient(
             router_url,
             vocab_size=self._tokenizer.vocab_size,
             concurrency=rollout.concurrency,
@@ -361,6 +311,8 @@ class RolloutExecutor:
             sticky=config.router.sticky,
             on_failure=self._events.emit,
         )
+        self._to_close.push_async_callback(client.aclose)
+        return client
 
     def _generator(self, client: EngineClient, scorer: Scorer) -> GroupGenerator:
         concurrency = self._config.rollout.concurrency
