@@ -118,10 +118,23 @@ class StartedJob:
             assert time.monotonic() - started < within_s, f"left after {within_s} s: {[p.cmdline()[:4] for p in left]}"
             time.sleep(0.1)
         for port in self.ports:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
+            assert (holder := holder_of(port)) is None, f"port {port} of the job is held by {holder}"
         return time.monotonic() - started
+
+
+def holder_of(port: int) -> str | None:
+    """Who listens on `port` of this machine although nobody can bind it; None when it is free.
+
+    A client of somebody else that the kernel has put on this port meanwhile is no listener: such a port is free.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            listening = [c for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"]
+            return str(listening) if listening else None
+    return None
 
 
 @contextmanager
