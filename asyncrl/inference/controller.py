@@ -28,7 +28,8 @@ from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.building import Builder, ServedModel
 from asyncrl.inference.capacity import Capacity
-from asyncrl.inference.catch_up import CatchUp
+from asyncrl.inference.catch_up import CatchUp, needs_publication
+from asyncrl.inference.copies_in_use import CopiesInUse
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
@@ -36,6 +37,8 @@ from asyncrl.inference.group import EngineGroup
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
+from asyncrl.inference.shared_gpus import SharedGpus
+from asyncrl.inference.statistics import InferenceStatistics
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
@@ -48,32 +51,13 @@ ROUTER = "router"
 
 
 @dataclass(frozen=True, slots=True)
-class InferenceStatistics:
-    """A snapshot of the controller."""
-
-    engines: Mapping[str, int]
-    """State → engines in it, of the trained model."""
-    beside: Mapping[str, Mapping[str, int]]
-    """The same of other models, by name."""
-    published_version: str | None
-    open_lease: str | None
-    updates_committed: int
-    updates_aborted: int
-    restarts: int
-    """Of engines and router."""
-    paused_s: float
-    """Seconds without generation over all committed updates."""
-    start_s: float | None
-    """From `start` to the last engine's first generation; None before."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Parts:
     """What exists once the fleet was started."""
 
     actor: EngineGroup
     updates: WeightUpdates
     capacity: Capacity
+    memory: Memory
     task_group: TaskGroup
     model: ServedModel
     """The trained one."""
@@ -98,10 +82,10 @@ class InferenceController:
         self._layout = layout
         self._model_path = model_path
         self._builder = Builder(config, layout, run_dir=run_dir, events=events)
-        self._memory = Memory(layout.device)
+        self._copies = CopiesInUse()
         self._weights_check = WeightsCheck()
         self._models = FrozenModels(config, layout, self._builder, host=host, events=events)
-        self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, events=events)
+        self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, copies=self._copies, events=events)
         self._parts: _Parts | None = None
 
     # start and end
@@ -127,6 +111,7 @@ class InferenceController:
     ) -> _Parts:
         """The group of the model that is trained, and its weight updates. (They know each other.)"""
         config = self._config
+        gpus = SharedGpus(config.train.step_timeout_s)
 
         async def catch_up(engine: ManagedEngine) -> None:
             await follower.keep(engine)
@@ -140,6 +125,7 @@ class InferenceController:
             events=self._events,
             task_group=task_group,
             catch_up=catch_up,
+            gpus=gpus,
         )
         updates = WeightUpdates(
             group.engines,
@@ -150,7 +136,12 @@ class InferenceController:
             task_group=task_group,
         )
         follower = CatchUp(
-            updates, verify=config.weights.verify != "never", quarantine=group.quarantine, events=self._events
+            updates,
+            verify=config.weights.verify != "never",
+            quarantine=group.quarantine,
+            copies=self._copies,
+            gpus=gpus,
+            events=self._events,
         )
         capacity = Capacity(
             group,
@@ -159,7 +150,8 @@ class InferenceController:
             build=lambda placement: self._builder.engine(placement, model),
             events=self._events,
         )
-        return _Parts(group, updates, capacity, task_group, model)
+        memory = Memory(group, updates, gpus, device=self._layout.device, config=config)
+        return _Parts(group, updates, capacity, memory, task_group, model)
 
     async def wait_ready(self) -> None:
         """Returns when the router answers and every engine has generated, and models beside are served.
@@ -206,6 +198,10 @@ class InferenceController:
         """As `prepare_rollout`, for an evaluation."""
         await self._require_serving("evaluation")
 
+    async def wait_publication_needed(self) -> None:
+        """Returns once `FleetView.needs_publication`: for whoever can publish, beside a wait that has a deadline."""
+        await self._started.actor.wait_until(lambda: self._needs_publication)
+
     def fleet(self) -> FleetView:
         """Addresses, states and versions as they are now."""
         return FleetView(
@@ -213,6 +209,7 @@ class InferenceController:
             published_version=self._published_version,
             engines=tuple(engine.status for group in self._groups for engine in group.engines),
             model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
+            needs_publication=self._needs_publication,
         )
 
     def model_url(self, name: str) -> str:
@@ -247,10 +244,11 @@ class InferenceController:
         """Pauses the engines and opens them for weights `version` (`attempt.step`).
 
         Waits until `engine.min_serving` engines can take part; others join when they are back. Raises
-        WeightUpdateError while another update is open or when no engine can take part; nothing is paused then.
+        WeightUpdateError while another update is open or when no engine can take part, EnginesLostError where they are
+        started again only after the trainer has left its GPUs (`onload`); nothing is paused then.
         """
         if self._started.updates.open_lease is None:
-            await self._started.actor.wait_updatable(self._config.engine.min_serving, f"weights {version}")
+            await self.wait_updatable(f"weights {version}")
         return await self._started.updates.begin(version)
 
     async def commit_weight_update(
@@ -271,6 +269,16 @@ class InferenceController:
         Engines leave the router until the next publication, unless `untouched` says that no tensor was sent.
         """
         await self._started.updates.abort(lease_id, failed, untouched=untouched)
+
+    async def wait_updatable(self, purpose: str = "weights") -> None:
+        """Returns when `engine.min_serving` engines can take weights; raises as `begin_weight_update` does."""
+        await self._started.actor.wait_updatable(self._config.engine.min_serving, purpose)
+
+    def copies_in_use(self) -> frozenset[Path]:
+        """Directories of weights that are to stay as they are: published, being loaded, or pinned for evaluation."""
+        published = self._started.updates.published
+        directory = None if published is None else published.directory
+        return self._copies.directories | (frozenset() if directory is None else {directory})
 
     async def recover_updatable_engines(self) -> None:
         """Returns when every engine that was not given up serves; raises EngineError where none is left."""
@@ -337,12 +345,15 @@ class InferenceController:
     # memory
 
     async def offload(self, tags: Sequence[str] | None = None) -> None:
-        """Pauses colocated engines and releases memory of `tags` (all by default). Refused on CPU."""
-        await self._memory.offload(self._started.actor.engines, tags)
+        """Pauses colocated engines and releases memory of `tags` (all by default): the trainer's turn. Refused on CPU.
+
+        Waits for a publication and for engines that start; one that fails is killed, and down until all was taken back.
+        """
+        await self._started.memory.offload(tags)
 
     async def onload(self, tags: Sequence[str] | None = None) -> None:
         """Takes memory of `tags` (all by default) back; an engine goes on once it has all of it."""
-        await self._memory.onload(self._started.actor.engines, tags)
+        await self._started.memory.onload(tags)
 
     async def onload_weights(self) -> None:
         await self.onload(("weights",))
@@ -371,6 +382,10 @@ class InferenceController:
         """All models that are served, the trained one first."""
         on_demand = self._eval_fleet.group
         return [self._started.actor, *self._models.groups.values(), *([] if on_demand is None else [on_demand])]
+
+    @property
+    def _needs_publication(self) -> bool:
+        return needs_publication(self._started.actor.engines, self._started.updates.published)
 
     @property
     def _published_version(self) -> str | None:

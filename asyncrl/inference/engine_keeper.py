@@ -32,6 +32,7 @@ from asyncrl.inference.processes import first_end, working_processes
 from asyncrl.inference.restarts import RestartHistory, RestartPolicy
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.scratch import mapped_files, unlink
+from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 
@@ -63,6 +64,7 @@ class EngineKeeper:
         events: EventLog,
         on_ready: Callable[[], None],
         catch_up: CatchUpEngine,
+        gpus: SharedGpus,
     ) -> None:
         """`on_ready` hears of each process that generated; `catch_up` then brings the engine to serve."""
         self.engine = engine
@@ -79,6 +81,7 @@ class EngineKeeper:
         self._events = events
         self._on_ready = on_ready
         self._catch_up = catch_up
+        self._gpus = gpus
         self._unwanted = anyio.Event()
         self._running = False
         self._returned = anyio.Event()
@@ -126,6 +129,7 @@ class EngineKeeper:
             )
             with WAITS.register("restart", self.engine.engine_id, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
+            await self._gpus.wait_turn(self.engine, self._unwanted)
             if self._unwanted.is_set():
                 return
             self.restarts += 1

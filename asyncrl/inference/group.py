@@ -17,7 +17,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, EnginesLostError
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_keeper import EngineKeeper
@@ -29,6 +29,7 @@ from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.router_keeper import RouterKeeper
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.scratch import unlink
+from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 
@@ -52,10 +53,12 @@ class EngineGroup:
         events: EventLog,
         task_group: TaskGroup,
         catch_up: CatchUpEngine,
+        gpus: SharedGpus | None = None,
         essential: bool = True,
     ) -> None:
         """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives.
 
+        `gpus`: those that engines of it share with the trainer; None where they share none.
         Of a group that is not `essential`, a failure is told to whoever waits for it and ends nothing else.
         """
         self._essential = essential
@@ -70,6 +73,7 @@ class EngineGroup:
         self._events = events
         self._task_group = task_group
         self._catch_up = catch_up
+        self._gpus = gpus or SharedGpus()
         self._policy = RestartPolicy(config.engine.max_restarts, config.engine.restart_window_s)
         self._keepers: dict[str, Keeper] = {}
         self._specs: dict[str, ProcessSpec] = {}
@@ -128,7 +132,7 @@ class EngineGroup:
         if spec is None:
             keeper = ExternalKeeper(engine, **common)
         else:
-            keeper = EngineKeeper(engine, spec, host=self._host, **common)
+            keeper = EngineKeeper(engine, spec, host=self._host, gpus=self._gpus, **common)
         keeper.health_paused = self._health_paused
         self._keepers[engine.engine_id] = keeper
         self._given_up.discard(engine.engine_id)
@@ -189,18 +193,26 @@ class EngineGroup:
         await self._wait(lambda: self._some_run(purpose) and any(map(serves, self.engines)), purpose)
 
     async def wait_updatable(self, number: int, purpose: str) -> None:
-        """Returns when `number` engines (or all that are wanted, if fewer) can take weights."""
+        """Returns when `number` engines (or all that are wanted, if fewer) can take weights.
+
+        Raises EnginesLostError where none can before the trainer has left its GPUs.
+        """
 
         def enough() -> bool:
             self._some_run(purpose)
+            coming = self._coming()
+            if not coming:
+                raise EnginesLostError(
+                    f"{purpose}: no engine is left in the trainer's turn on its GPUs: {self.states()}"
+                )
             able = sum(engine.state in UPDATABLE for engine in self.engines)
-            return able > 0 and able >= min(number, len(self._expected()))
+            return able > 0 and able >= min(number, len(coming))
 
         await self._wait(enough, purpose)
 
     async def wait_recovered(self) -> None:
-        """Returns when every engine that is wanted serves."""
-        await self._wait(lambda: all(serves(keeper.engine) for keeper in self._expected()), "recovery")
+        """Returns when every engine serves that is wanted, and need not wait for the trainer to leave its GPUs."""
+        await self._wait(lambda: all(serves(keeper.engine) for keeper in self._coming()), "recovery")
 
     async def wait_until(self, satisfied: Callable[[], bool]) -> None:
         """Looks again at each change of state of an engine; whoever waits has a deadline of its own."""
@@ -219,6 +231,9 @@ class EngineGroup:
 
     def _expected(self) -> list[Keeper]:
         return [k for k in self._keepers.values() if k.wanted and k.engine.engine_id not in self._given_up]
+
+    def _coming(self) -> list[Keeper]:
+        return [keeper for keeper in self._expected() if not self._gpus.keeps_out(keeper.engine)]
 
     async def _wait(self, satisfied: Callable[[], bool], purpose: str) -> None:
         timeout_s = self._config.engine.start_timeout_s + self._config.router.start_timeout_s
