@@ -44,6 +44,8 @@ GRACE_S = 2.0
 TAIL_LINES = 20
 RETURN_TIMEOUT_S = 5.0
 """For `run` to return once its process has ended: milliseconds, unless the loop is starved."""
+SHARED_MEMORY_LOOK_S = 1.0
+"""Pause between two looks at what an engine that starts has in /dev/shm; one takes some 10 ms."""
 HEAD_START_S = 0.1
 """For the router to forget an engine before it is killed: 2 to 70 ms measured."""
 
@@ -179,6 +181,7 @@ class EngineKeeper:
             return await self._host.kill(self.engine.engine_id)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve, pid)
+            task_group.start_soon(self._note_shared_memory, pid)
             exited = await self._host.wait(self.engine.engine_id)
             task_group.cancel_scope.cancel()
         return exited
@@ -202,6 +205,12 @@ class EngineKeeper:
             task_group.start_soon(self._watch_processes, working)
             task_group.start_soon(self._watch_health)
             await self._catch_up(engine)
+
+    async def _note_shared_memory(self, pid: int) -> None:
+        """Until it generates, which an engine may not live to see: nobody can look once it has ended."""
+        while self.engine.state is EngineState.STARTING:
+            self.engine.shared_memory |= await anyio.to_thread.run_sync(mapped_files, pid)
+            await anyio.sleep(SHARED_MEMORY_LOOK_S)
 
     async def _watch_processes(self, working: dict[int, str]) -> None:
         ended = await first_end(working)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -30,6 +31,7 @@ from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.disk import DiskTransport
 from tests.inference.conftest import Fleet, StartFleet
 from tests.scripted import Latency, ScriptedEngine
+from tests.scripted.server import ScriptedServer
 from tests.weights.fakes import ThreadSource
 
 CALL_S = 1.2
@@ -129,10 +131,16 @@ async def rig(
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
+    servers: Mapping[str, ScriptedServer] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies."""
+    """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies.
+
+    `servers`: what is started under names beside those of the fleet.
+    """
 
     def prepare(fleet: Fleet) -> None:
+        fleet.host.servers |= servers or {}
         for engine in fleet.engines:
             engine.latency, engine.slots = latency or engine.latency, slots
 
@@ -143,7 +151,12 @@ async def rig(
         transport = DiskTransport(EngineClient.open, directory=disk, **options)
     try:
         async with start_fleet(
-            engines, tensors=tensors_of("base"), prepare=prepare, restarts=restarts, weights={"verify": "always"}
+            engines,
+            tensors=tensors_of("base"),
+            prepare=prepare,
+            restarts=restarts,
+            weights={"verify": "always"},
+            **settings,
         ) as fleet:
             await fleet.controller.wait_ready()
             yield Rig(fleet, source, transport, None if copies is None else Copies(copies))
