@@ -4,6 +4,8 @@ Invariants
 - An engine is paused before the first of its memory goes and goes on after the last is back; requests wait in it.
 - After `offload` no engine holds what was to go: one that refuses, hangs or was left halfway by a cancellation is
   killed, as is one that fails to take its memory back. It is started again in the engines' turn (`shared_gpus.py`).
+- Released weights are gone (the engine keeps no copy of them in host memory): an engine that has taken that memory back
+  holds no version, and serves only after a publication or with a kept copy.
 - Memory moves neither while weights are published nor while an engine starts or loads weights: that is waited for.
 - On CPU nothing is sent: there the endpoints end the engine's process.
 """
@@ -59,6 +61,9 @@ class Memory:
                 if tags_due:
                     due[engine] = tags_due
                     engine.offloaded |= set(tags_due)
+                    if "weights" in tags_due:
+                        engine.proved = engine.proved or engine.version is not None
+                        engine.version = None
                     if engine in running:
                         engine.move(EngineState.OFFLOADED, ", ".join(tags_due))
 
@@ -80,6 +85,8 @@ class Memory:
             await engine.client.resume_memory(due)
             engine.offloaded -= set(due)
             if not engine.offloaded:
+                if engine.version is None:
+                    await self._group.routing.remove(engine)
                 await engine.client.resume()
             if not engine.offloaded and engine.state is EngineState.OFFLOADED:  # it lives
                 engine.move(EngineState.SERVING if engine.version else EngineState.PENDING_WEIGHTS)

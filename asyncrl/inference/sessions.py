@@ -19,7 +19,8 @@ from asyncrl.inference.engine_api import EngineRequestError, PauseMode
 async def open_session(engine: ManagedEngine, version: str, *, verify: bool, mode: PauseMode = "retract") -> None:
     """Makes `engine` ready to receive.
 
-    `mode` is what becomes of running requests. To `verify`, one without weights of this run is given a baseline first.
+    `mode` is what becomes of running requests. To `verify`, one that never had weights of this run is given a baseline
+    first.
     """
     if "weights" in engine.offloaded:
         raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
@@ -28,7 +29,7 @@ async def open_session(engine: ManagedEngine, version: str, *, verify: bool, mod
         await client.pause(mode)
     await client.set_version(f"torn:{version}")
     await client.begin_weight_update()
-    if engine.version is None and verify:
+    if engine.version is None and not engine.proved and verify:
         await client.check_weights("reset_tensors")
         engine.baseline = await client.check_weights("checksum")
 

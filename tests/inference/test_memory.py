@@ -59,7 +59,30 @@ async def test_an_engine_is_paused_before_its_memory_goes_and_goes_on_after_all_
             ("resume", ("weights",)),
             ("resume", ("cuda_graph", "kv_cache")),
         ]
-        assert fleet.states() == ["serving"] and not engine.paused
+        await eventually(lambda: serves(fleet, 0, "0.1"))
+
+
+async def test_weights_that_were_released_are_served_by_nobody_before_they_are_there_again(
+    start_fleet: StartFleet,
+) -> None:
+    async with start_fleet(2, colocated=True) as fleet:
+        await publish(fleet, "0.0", None)
+        await fleet.controller.offload()
+        await fleet.controller.onload()
+        assert fleet.states() == ["pending_weights"] * 2 and fleet.router.workers == []
+        assert fleet.controller.fleet().needs_publication
+        checks = fleet.engines[0].calls.count("weights_checker")
+        await publish(fleet, "0.0", None)
+        assert serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0")
+        assert fleet.engines[0].calls.count("weights_checker") == checks, "its tensor names were proved before"
+
+
+async def test_what_an_engine_keeps_while_only_its_cache_is_away_it_serves_again(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, colocated=True) as fleet:
+        await publish(fleet, "0.0", None)
+        await fleet.controller.offload_kv()
+        await fleet.controller.onload_kv()
+        assert serves(fleet, 0, "0.0")
 
 
 async def test_offloading_twice_and_onloading_what_is_there_are_nothing_to_do(
@@ -243,8 +266,7 @@ async def test_memory_does_not_move_while_weights_are_published(start_fleet: Sta
             deliver(fleet, "0.1")
             await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert all(engine.offloaded == ALL and engine.version == "0.1" for engine in fleet.engines)
-        await fleet.controller.onload()
-        assert fleet.states() == ["serving", "serving"]
+        assert fleet.states() == ["offloaded", "offloaded"]
 
 
 async def test_the_wait_for_the_trainers_turn_has_an_end(start_fleet: StartFleet, tmp_path: Path) -> None:
@@ -256,8 +278,8 @@ async def test_the_wait_for_the_trainers_turn_has_an_end(start_fleet: StartFleet
             lambda: not fleet.controller._started.actor.is_wanted(fleet.controller._started.actor.engines[1])
         )
         await fleet.controller.onload()
-        assert fleet.engines[1].lives == 1
         await fleet.controller.prepare_rollout(1)
+        assert fleet.engines[1].lives == 1
     assert fleet.failures == []
 
 
