@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,21 +24,16 @@ from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import ACTOR, EvalFleetInfo, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
-from asyncrl.host import ProcessSpec
+from asyncrl.inference.actor import ActorParts, build_actor
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.capacity import Capacity
-from asyncrl.inference.catch_up import CatchUp, needs_publication
+from asyncrl.inference.catch_up import needs_publication
 from asyncrl.inference.copies_in_use import CopiesInUse
-from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
 from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.memory import Memory
 from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
-from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.inference.statistics import InferenceStatistics
-from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
@@ -48,19 +42,6 @@ if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 ROUTER = "router"
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What exists once the fleet was started."""
-
-    actor: EngineGroup
-    updates: WeightUpdates
-    capacity: Capacity
-    memory: Memory
-    task_group: TaskGroup
-    model: ServedModel
-    """The trained one."""
 
 
 class InferenceController:
@@ -86,7 +67,7 @@ class InferenceController:
         self._weights_check = WeightsCheck()
         self._models = FrozenModels(config, layout, self._builder, host=host, events=events)
         self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, copies=self._copies, events=events)
-        self._parts: _Parts | None = None
+        self._parts: ActorParts | None = None
 
     # start and end
 
@@ -98,60 +79,24 @@ class InferenceController:
         self._builder.open()
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
-        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model)
+        self._parts = parts = build_actor(
+            self._config,
+            self._layout,
+            self._builder,
+            host=self._host,
+            routing=Routing(routing),
+            router_spec=spec,
+            model=model,
+            copies=self._copies,
+            events=self._events,
+            task_group=task_group,
+        )
         parts.actor.start_router()
         for placement in self._layout.engines:
             parts.actor.start_engine(*self._builder.engine(placement, model))
         for external in self._layout.external:
             parts.actor.start_engine(self._builder.external(external), None)
         self._models.start(task_group, model)
-
-    def _build_actor(
-        self, task_group: TaskGroup, routing: Routing, router_spec: ProcessSpec, model: ServedModel
-    ) -> _Parts:
-        """The group of the model that is trained, and its weight updates. (They know each other.)"""
-        config = self._config
-        gpus = SharedGpus(config.train.step_timeout_s)
-
-        async def catch_up(engine: ManagedEngine) -> None:
-            await follower.keep(engine)
-
-        group = EngineGroup(
-            ACTOR,
-            config,
-            host=self._host,
-            routing=routing,
-            router_spec=router_spec,
-            events=self._events,
-            task_group=task_group,
-            catch_up=catch_up,
-            gpus=gpus,
-        )
-        updates = WeightUpdates(
-            group.engines,
-            routing,
-            config.weights,
-            quarantine=group.quarantine,
-            events=self._events,
-            task_group=task_group,
-        )
-        follower = CatchUp(
-            updates,
-            verify=config.weights.verify != "never",
-            quarantine=group.quarantine,
-            copies=self._copies,
-            gpus=gpus,
-            events=self._events,
-        )
-        capacity = Capacity(
-            group,
-            config,
-            self._layout,
-            build=lambda placement: self._builder.engine(placement, model),
-            events=self._events,
-        )
-        memory = Memory(group, updates, gpus, device=self._layout.device, config=config)
-        return _Parts(group, updates, capacity, memory, task_group, model)
 
     async def wait_ready(self) -> None:
         """Returns when the router answers and every engine has generated, and models beside are served.
@@ -393,7 +338,7 @@ class InferenceController:
         return None if published is None else published.version
 
     @property
-    def _started(self) -> _Parts:
+    def _started(self) -> ActorParts:
         if self._parts is None:
             raise EngineError("the fleet was not started; await start() first")
         return self._parts
