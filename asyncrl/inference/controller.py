@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
+import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -29,6 +31,8 @@ from asyncrl.host import ProcessSpec
 from asyncrl.inference.building import Builder, ServedModel
 from asyncrl.inference.capacity import Capacity
 from asyncrl.inference.catch_up import CatchUp
+from asyncrl.inference.deadlines import Deadlines
+from asyncrl.inference.ends import end_all
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
@@ -36,35 +40,22 @@ from asyncrl.inference.group import EngineGroup
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
+from asyncrl.inference.statistics import InferenceStatistics
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 ROUTER = "router"
+DISPOSE_TIMEOUT_S = 30.0
+"""For everything that was started, all at once: what the host gives to one process that does not want to end, and a
+little."""
 
-
-@dataclass(frozen=True, slots=True)
-class InferenceStatistics:
-    """A snapshot of the controller."""
-
-    engines: Mapping[str, int]
-    """State → engines in it, of the trained model."""
-    beside: Mapping[str, Mapping[str, int]]
-    """The same of other models, by name."""
-    published_version: str | None
-    open_lease: str | None
-    updates_committed: int
-    updates_aborted: int
-    restarts: int
-    """Of engines and router."""
-    paused_s: float
-    """Seconds without generation over all committed updates."""
-    start_s: float | None
-    """From `start` to the last engine's first generation; None before."""
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +105,8 @@ class InferenceController:
         self._builder.open()
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
-        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model)
+        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path)
+        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model, deadlines)
         parts.actor.start_router()
         for placement in self._layout.engines:
             parts.actor.start_engine(*self._builder.engine(placement, model))
@@ -123,7 +115,12 @@ class InferenceController:
         self._models.start(task_group, model)
 
     def _build_actor(
-        self, task_group: TaskGroup, routing: Routing, router_spec: ProcessSpec, model: ServedModel
+        self,
+        task_group: TaskGroup,
+        routing: Routing,
+        router_spec: ProcessSpec,
+        model: ServedModel,
+        deadlines: Deadlines,
     ) -> _Parts:
         """The group of the model that is trained, and its weight updates. (They know each other.)"""
         config = self._config
@@ -140,11 +137,13 @@ class InferenceController:
             events=self._events,
             task_group=task_group,
             catch_up=catch_up,
+            deadlines=deadlines,
         )
         updates = WeightUpdates(
             group.engines,
             routing,
             config.weights,
+            deadlines,
             quarantine=group.quarantine,
             events=self._events,
             task_group=task_group,
@@ -190,8 +189,15 @@ class InferenceController:
                 ends.push_async_callback(self._builder.close)
                 if self._parts is not None:
                     self._parts.updates.close()
-                    for group in self._groups:
-                        ends.push_async_callback(group.stop)
+                    ends.push_async_callback(self._end_groups)
+
+    async def _end_groups(self) -> None:
+        try:
+            with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
+                await end_all(*(group.stop for group in self._groups))
+        except TimeoutError as error:
+            states = "; ".join(group.states() for group in self._groups)
+            _log.error("the fleet did not end in time; the host ends the rest of it", reason=str(error), states=states)
 
     # what the loop asks
 
@@ -213,6 +219,11 @@ class InferenceController:
             published_version=self._published_version,
             engines=tuple(engine.status for group in self._groups for engine in group.engines),
             model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
+            metrics_urls={
+                group.name: group.routing.router.metrics_url
+                for group in self._groups
+                if group.routing.router.metrics_url is not None
+            },
         )
 
     def model_url(self, name: str) -> str:
@@ -317,6 +328,7 @@ class InferenceController:
 
         Raises EngineError where there are none, or they cannot start.
         """
+        self._started.actor.check()
         await self._eval_fleet.start(self._started.task_group, self._started.model)
 
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
@@ -324,6 +336,7 @@ class InferenceController:
 
         Raises EngineError where that cannot be; an evaluation is skipped then, and the job goes on.
         """
+        self._started.actor.check()
         published = self._started.updates.published
         directory = hf_dir if hf_dir is not None or published is None else published.directory
         version = version or self._published_version

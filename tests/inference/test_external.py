@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.config.layout import ExternalEngine
 from asyncrl.errors import EngineError
-from asyncrl.inference import external_keeper
+from asyncrl.inference import deadlines
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
 from tests.inference.test_recovery import FAST, publish, serves
 from tests.scripted import ScriptedEngine, freeze, refuse
@@ -172,7 +172,7 @@ async def test_disposal_leaves_it_alive_unpaused_idle_and_without_a_session(star
 async def test_disposal_does_not_wait_for_one_that_hangs(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_keeper, "LEAVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(deadlines, "TAKE_BACK_S", 0.3)
     async with beside_one_stranger(start_fleet) as (fleet, stranger):
         await publish(fleet, "0.0", None)
         stranger.engine.suspend()

@@ -16,7 +16,7 @@ from types import TracebackType
 import anyio
 import anyio.abc
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host import ProcessExit, ProcessSpec
 from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
@@ -123,7 +123,7 @@ class ScriptedHost:
 
     def _exit_of(self, process: _Process) -> ProcessExit:
         if self.dead or process.exit is None:
-            raise EngineError("engine host: it died")
+            raise HostLostError("engine host: it died")
         return process.exit
 
     def _process(self, name: str) -> _Process:
@@ -133,4 +133,4 @@ class ScriptedHost:
 
     def _check_alive(self) -> None:
         if self.dead:
-            raise EngineError("engine host: it died")
+            raise HostLostError("engine host: it died")
