@@ -106,6 +106,8 @@ class EngineGroup:
         self._given_up: set[str] = set()
         self._failure: EngineError | None = None
         self._stopping = False
+        self._watches: set[anyio.CancelScope] = set()
+        """Of the tasks that keep router and engines."""
         self._changed = anyio.Event()
         self._started_at = anyio.current_time()
 
@@ -173,10 +175,14 @@ class EngineGroup:
         await self._keepers[engine.engine_id].quarantine(reason)
 
     async def stop(self) -> None:
-        """Ends router and engines, all at once; none of it counts as a failure."""
+        """Ends router and engines, all at once; none of it counts as a failure. Whoever kept them does so no more."""
         self._stopping = True
         self._notify()
-        await self._end_all()
+        try:
+            await self._end_all()
+        finally:
+            for scope in tuple(self._watches):
+                scope.cancel()
 
     async def _end_all(self) -> None:
         await end_all(self._router.stop, *(partial(self.stop_engine, engine) for engine in self.engines))
@@ -305,10 +311,15 @@ class EngineGroup:
 
     async def _watched(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
         failure: BaseException | None = None
+        scope = anyio.CancelScope()
+        self._watches.add(scope)
         try:
-            await run(*args)
+            with scope:
+                await run(*args)
         except* EngineError as group:  # also the host's own: it is gone, and the processes with it
             failure = group
+        finally:
+            self._watches.discard(scope)
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, EngineError) and not self._stopping:
