@@ -50,6 +50,13 @@ async def eventually(satisfied: Callable[[], bool], timeout_s: float = 3.0) -> N
             await anyio.sleep(0.01)
 
 
+async def dispose_within(fleet: Fleet, seconds: float) -> None:
+    """Disposal cannot be cancelled, so it is timed."""
+    began = anyio.current_time()
+    await fleet.controller.dispose()
+    assert anyio.current_time() - began < seconds
+
+
 StartFleet = Callable[..., AbstractAsyncContextManager[Fleet]]
 
 

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config.layout import ExternalEngine
 from asyncrl.errors import EngineError
 from asyncrl.inference import deadlines
-from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
+from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.test_recovery import FAST, publish, serves
 from tests.scripted import ScriptedEngine, freeze, refuse
 
@@ -176,8 +176,7 @@ async def test_disposal_does_not_wait_for_one_that_hangs(
     async with beside_one_stranger(start_fleet) as (fleet, stranger):
         await publish(fleet, "0.0", None)
         stranger.engine.suspend()
-        with anyio.fail_after(2):
-            await fleet.controller.dispose()
+        await dispose_within(fleet, 2)
 
 
 async def test_it_is_stopped_and_started_like_others_but_lives_on(start_fleet: StartFleet, tmp_path: Path) -> None:

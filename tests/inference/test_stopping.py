@@ -15,7 +15,7 @@ from asyncrl.errors import EngineError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.inference import controller, keeper
 from asyncrl.inference.external_keeper import ExternalKeeper
-from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
+from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.test_eval_fleet import with_eval_fleet
 from tests.inference.test_models import beside
 from tests.inference.test_recovery import publish, serves
@@ -281,8 +281,7 @@ async def test_all_groups_end_at_once(start_fleet: StartFleet, monkeypatch: pyte
         await fleet.controller.wait_ready()
         await fleet.controller.start_eval_fleet()
         end_slowly(fleet, monkeypatch, 0.5)
-        with anyio.fail_after(1.4):  # one after another: three groups of router, then engines
-            await fleet.controller.dispose()
+        await dispose_within(fleet, 1.4)  # one after another: three groups of router, then engines
         assert set(fleet.states()) == {"stopped"}
         assert not any(server.alive for server in fleet.host.servers.values())
     assert fleet.failures == []
@@ -302,8 +301,7 @@ async def test_a_process_that_does_not_end_holds_up_the_end_of_the_fleet_for_a_b
             return await stop(name, grace_s)
 
         monkeypatch.setattr(fleet.host, "stop", never)
-        with anyio.fail_after(1.5):
-            await fleet.controller.dispose()
+        await dispose_within(fleet, 1.5)
         assert not fleet.engines[1].alive and not fleet.router.alive
 
 
@@ -323,8 +321,7 @@ async def test_a_keeper_that_does_not_return_holds_up_nobody(
         layout = replace(cpu_layout(1), external=(ExternalEngine("external-0", stranger.url, "broadcast"),))
         async with start_fleet(1, layout=layout) as fleet:
             await eventually(lambda: fleet.states()[0] == "pending_weights")
-            with anyio.fail_after(0.9):
-                await fleet.controller.dispose()
+            await dispose_within(fleet, 0.9)
             assert fleet.states() == ["stopped", "stopped"]
         stranger.kill()
 
