@@ -113,13 +113,18 @@ async def test_a_busy_fleet_is_waited_out_beyond_the_retries(status: int) -> Non
 async def test_a_router_that_is_not_there_yet_is_waited_for() -> None:
     async with scripted_engine() as gone:
         url = gone.url
-    failed = anyio.Event()
+    failed, answered = anyio.Event(), anyio.Event()
     async with client_of(url, retries=0, on_failure=lambda failure: failed.set()) as client:
+
+        async def ask() -> None:
+            await generate(client)
+            answered.set()
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, client)
+            tasks.start_soon(ask)
             await failed.wait()
-            async with scripted_engine(port=int(url.rsplit(":", 1)[1])) as engine:
-                await engine.until(lambda e: len(e.requests) == 1 and e.in_flight == 0)
+            async with scripted_engine(port=int(url.rsplit(":", 1)[1])):
+                await answered.wait()
         assert client.statistics().completed == 1
         assert set(client.statistics().failed_attempts) == {FailureKind.UNREACHABLE}
 
