@@ -189,6 +189,7 @@ class InferenceController:
                 ends.push_async_callback(self._builder.close)
                 if self._parts is not None:
                     self._parts.updates.close()
+                    self._eval_fleet.close()
                     ends.push_async_callback(self._end_groups)
 
     async def _end_groups(self) -> None:
@@ -328,7 +329,6 @@ class InferenceController:
 
         Raises EngineError where there are none, or they cannot start.
         """
-        self._started.actor.check()
         await self._eval_fleet.start(self._started.task_group, self._started.model)
 
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
@@ -336,7 +336,6 @@ class InferenceController:
 
         Raises EngineError where that cannot be; an evaluation is skipped then, and the job goes on.
         """
-        self._started.actor.check()
         published = self._started.updates.published
         directory = hf_dir if hf_dir is not None or published is None else published.directory
         version = version or self._published_version

@@ -2,8 +2,8 @@
 
 Invariants
 - While a step runs, every engine of the update stands still. One that hangs shows in a single step and is out from then
-  on, so it holds the others up for the bound of that step: never longer than `begin_s` or `commit_s`. (The transfer
-  between them is bounded bucket by bucket, `weights.timeout_s`.)
+  on, so it holds the others up for the bound of that step: never longer than `begin_s` or `commit_s`, and the moment
+  that the kernel takes to end it. (The transfer between them is bounded bucket by bucket, `weights.timeout_s`.)
 - What walks all weights is bounded by their size, everything else by a constant.
 """
 
@@ -38,8 +38,8 @@ class Deadlines:
     @classmethod
     def of_model(cls, directory: Path) -> Deadlines:
         """By the files of a model. Blocks for as long as the directory takes to be read."""
-        sizes = (file.stat().st_size for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
-        return cls(sum(sizes) if any(any(directory.glob(pattern)) for pattern in _WEIGHT_FILES) else UNKNOWN_BYTES)
+        files = [file for pattern in _WEIGHT_FILES for file in directory.glob(pattern) if file.is_file()]
+        return cls(sum(file.stat().st_size for file in files) if files else UNKNOWN_BYTES)
 
     @property
     def pause_s(self) -> float:

@@ -59,6 +59,11 @@ class EvalFleet:
         self._group: EngineGroup | None = None
         self._pinned: _Checkpoint | None = None
         self._lock = anyio.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Nothing of it is started from now on."""
+        self._closed = True
 
     @property
     def group(self) -> EngineGroup | None:
@@ -123,6 +128,8 @@ class EvalFleet:
             await self._group.start_over()
             return self._group
         deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, model.path)
+        if self._closed:
+            raise EngineError("the fleet has been disposed of")
         router, spec = self._builder.router(f"router-{EVAL}")
         self._group = group = EngineGroup(
             EVAL,
