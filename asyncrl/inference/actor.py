@@ -18,6 +18,7 @@ from asyncrl.inference.building import Builder, ServedModel
 from asyncrl.inference.capacity import Capacity
 from asyncrl.inference.catch_up import CatchUp
 from asyncrl.inference.copies_in_use import CopiesInUse
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.group import EngineGroup
 from asyncrl.inference.memory import Memory
@@ -51,6 +52,7 @@ def build_actor(
     routing: Routing,
     router_spec: ProcessSpec,
     model: ServedModel,
+    deadlines: Deadlines,
     copies: CopiesInUse,
     events: EventLog,
     task_group: TaskGroup,
@@ -71,11 +73,13 @@ def build_actor(
         task_group=task_group,
         catch_up=catch_up,
         gpus=gpus,
+        deadlines=deadlines,
     )
     updates = WeightUpdates(
         group.engines,
         routing,
         config.weights,
+        deadlines,
         quarantine=group.quarantine,
         events=events,
         task_group=task_group,

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
+import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -28,6 +30,8 @@ from asyncrl.inference.actor import ActorParts, build_actor
 from asyncrl.inference.building import Builder, ServedModel
 from asyncrl.inference.catch_up import needs_publication
 from asyncrl.inference.copies_in_use import CopiesInUse
+from asyncrl.inference.deadlines import Deadlines
+from asyncrl.inference.ends import end_all
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
 from asyncrl.inference.group import EngineGroup
@@ -37,11 +41,17 @@ from asyncrl.inference.statistics import InferenceStatistics
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 ROUTER = "router"
+DISPOSE_TIMEOUT_S = 30.0
+"""For everything that was started, all at once: what the host gives to one process that does not want to end, and a
+little."""
+
+_log = structlog.get_logger(__name__)
 
 
 class InferenceController:
@@ -79,6 +89,7 @@ class InferenceController:
         self._builder.open()
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
+        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path)
         self._parts = parts = build_actor(
             self._config,
             self._layout,
@@ -87,6 +98,7 @@ class InferenceController:
             routing=Routing(routing),
             router_spec=spec,
             model=model,
+            deadlines=deadlines,
             copies=self._copies,
             events=self._events,
             task_group=task_group,
@@ -127,8 +139,16 @@ class InferenceController:
                 ends.push_async_callback(self._builder.close)
                 if self._parts is not None:
                     self._parts.updates.close()
-                    for group in self._groups:
-                        ends.push_async_callback(group.stop)
+                    self._eval_fleet.close()
+                    ends.push_async_callback(self._end_groups)
+
+    async def _end_groups(self) -> None:
+        try:
+            with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
+                await end_all(*(group.stop for group in self._groups))
+        except TimeoutError as error:
+            states = "; ".join(group.states() for group in self._groups)
+            _log.error("the fleet did not end in time; the host ends the rest of it", reason=str(error), states=states)
 
     # what the loop asks
 
@@ -155,6 +175,11 @@ class InferenceController:
             engines=tuple(engine.status for group in self._groups for engine in group.engines),
             model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
             needs_publication=self._needs_publication,
+            metrics_urls={
+                group.name: group.routing.router.metrics_url
+                for group in self._groups
+                if group.routing.router.metrics_url is not None
+            },
         )
 
     def model_url(self, name: str) -> str:
