@@ -131,4 +131,4 @@ def needs_publication(engines: Iterable[ManagedEngine], published: Published | N
     live = [engine for engine in engines if engine.state in LIVE]
     if published is None or any(serves(engine) or can_catch_up(engine, published) for engine in live):
         return False
-    return any(engine.state is EngineState.PENDING_WEIGHTS for engine in live)
+    return any(engine.state is EngineState.PENDING_WEIGHTS and engine.takes_weights for engine in live)
