@@ -339,7 +339,7 @@ def serves(engine: ManagedEngine) -> bool:
 
 
 async def end_groups(groups: Sequence[EngineGroup]) -> None:
-    """Ends all processes of all groups at once; raises nothing for one that does not end, which the host will see to."""
+    """Ends all processes of all groups at once, within bounds: the host sees to those that do not end."""
     try:
         with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
             await end_all(*(group.stop for group in groups))
