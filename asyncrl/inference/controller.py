@@ -98,7 +98,8 @@ class InferenceController:
         self._builder.open()
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
-        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path)
+        ranks = self._config.engine.tensor_parallel
+        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path, ranks)
         self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model, deadlines)
         parts.actor.start_router()
         for placement in self._layout.engines:

@@ -148,12 +148,14 @@ async def test_an_engine_that_dies_five_times_serves_again_each_time(start_fleet
             assert fleet.engines[0].url == url
 
 
-@pytest.mark.parametrize(("size_bytes", "pause_s"), [(0, 90.0), (GB, 110.0), (16 * GB, 410.0)])
+@pytest.mark.parametrize(
+    ("size_bytes", "ranks", "pause_s"), [(0, 1, 90.0), (GB, 1, 110.0), (16 * GB, 1, 410.0), (140 * GB, 8, 440.0)]
+)
 def test_the_longest_pause_beside_the_transfer_follows_from_the_size_of_the_weights(
-    size_bytes: int, pause_s: float
+    size_bytes: int, ranks: int, pause_s: float
 ) -> None:
     """Every step at its bound, in every engine: nothing that a healthy fleet comes near."""
-    deadlines = Deadlines(size_bytes)
+    deadlines = Deadlines(size_bytes, ranks)
     assert deadlines.begin_s(baseline=False) + deadlines.commit_s(verify=True) == pytest.approx(pause_s)
     assert deadlines.begin_s(baseline=True) > deadlines.begin_s(baseline=False)
 
@@ -163,4 +165,5 @@ def test_the_size_of_a_model_is_that_of_its_weight_files(tmp_path: Path) -> None
     assert Deadlines.of_model(tmp_path / "absent").size_bytes == bounds.UNKNOWN_BYTES
     for name, size in {"a-00001.safetensors": 1000, "a-00002.safetensors": 24, "tokenizer.json": 7}.items():
         (tmp_path / name).write_bytes(bytes(size))
-    assert Deadlines.of_model(tmp_path).size_bytes == 1024
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "blob")
+    assert Deadlines.of_model(tmp_path, 2) == Deadlines(1024, 2)
