@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -31,27 +30,21 @@ from asyncrl.inference.building import Builder, ServedModel
 from asyncrl.inference.catch_up import needs_publication
 from asyncrl.inference.copies_in_use import CopiesInUse
 from asyncrl.inference.deadlines import Deadlines
-from asyncrl.inference.ends import end_all
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
-from asyncrl.inference.group import EngineGroup
+from asyncrl.inference.group import EngineGroup, end_groups
 from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.statistics import InferenceStatistics
+from asyncrl.inference.together import await_all
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.waits import waiting
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 ROUTER = "router"
-DISPOSE_TIMEOUT_S = 30.0
-"""For everything that was started, all at once: what the host gives to one process that does not want to end, and a
-little."""
-
-_log = structlog.get_logger(__name__)
 
 
 class InferenceController:
@@ -89,7 +82,7 @@ class InferenceController:
         self._builder.open()
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
-        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path)
+        ranks = self._config.engine.tensor_parallel
         self._parts = parts = build_actor(
             self._config,
             self._layout,
@@ -98,7 +91,7 @@ class InferenceController:
             routing=Routing(routing),
             router_spec=spec,
             model=model,
-            deadlines=deadlines,
+            deadlines=await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path, ranks),
             copies=self._copies,
             events=self._events,
             task_group=task_group,
@@ -116,21 +109,9 @@ class InferenceController:
         Raises EngineError as soon as one cannot. Each start has its own deadline (`engine.start_timeout_s`,
         `router.start_timeout_s`).
         """
-        errors: list[EngineError] = []
-
-        async def one(wait: Callable[[], Awaitable[None]]) -> None:
-            try:
-                await wait()
-            except EngineError as error:
-                errors.append(error)
-                task_group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as task_group:
-            task_group.start_soon(one, self._started.actor.wait_ready)
-            for model in self._models.groups.values():
-                task_group.start_soon(one, partial(self._models.wait_answering, model))
-        if errors:
-            raise errors[0]
+        models = self._models
+        answers = (partial(models.wait_answering, group) for group in models.groups.values())
+        await await_all(self._started.actor.wait_ready, *answers)
 
     async def dispose(self) -> None:
         """Ends router and engines and frees their ports. May be called at any time, and again."""
@@ -140,15 +121,7 @@ class InferenceController:
                 if self._parts is not None:
                     self._parts.updates.close()
                     self._eval_fleet.close()
-                    ends.push_async_callback(self._end_groups)
-
-    async def _end_groups(self) -> None:
-        try:
-            with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
-                await end_all(*(group.stop for group in self._groups))
-        except TimeoutError as error:
-            states = "; ".join(group.states() for group in self._groups)
-            _log.error("the fleet did not end in time; the host ends the rest of it", reason=str(error), states=states)
+                    ends.push_async_callback(end_groups, self._groups)
 
     # what the loop asks
 
@@ -174,12 +147,8 @@ class InferenceController:
             published_version=self._published_version,
             engines=tuple(engine.status for group in self._groups for engine in group.engines),
             model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
+            metrics_urls={group.name: group.routing.router.metrics_url for group in self._groups},
             needs_publication=self._needs_publication,
-            metrics_urls={
-                group.name: group.routing.router.metrics_url
-                for group in self._groups
-                if group.routing.router.metrics_url is not None
-            },
         )
 
     def model_url(self, name: str) -> str:

@@ -31,15 +31,16 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """In seconds, for engines that serve weights of `size_bytes`."""
+    """In seconds, for engines that serve weights of `size_bytes`, an equal share in each of their `ranks`."""
 
     size_bytes: int = 0
+    ranks: int = 1
 
     @classmethod
-    def of_model(cls, directory: Path) -> Deadlines:
+    def of_model(cls, directory: Path, ranks: int = 1) -> Deadlines:
         """By the files of a model. Blocks for as long as the directory takes to be read."""
         files = [file for pattern in _WEIGHT_FILES for file in directory.glob(pattern) if file.is_file()]
-        return cls(sum(file.stat().st_size for file in files) if files else UNKNOWN_BYTES)
+        return cls(sum(file.stat().st_size for file in files) if files else UNKNOWN_BYTES, ranks)
 
     @property
     def pause_s(self) -> float:
@@ -52,12 +53,12 @@ class Deadlines:
     @property
     def walk_s(self) -> float:
         """For a step that reads or writes all weights in place."""
-        return STEP_S + WALK_S_PER_GB * self.size_bytes / 1e9
+        return STEP_S + self._share_s
 
     @property
     def take_back_s(self) -> float:
         """For all that makes an engine go on after an update that failed."""
-        return TAKE_BACK_S + WALK_S_PER_GB * self.size_bytes / 1e9
+        return TAKE_BACK_S + self._share_s
 
     @property
     def load_s(self) -> float:
@@ -71,3 +72,7 @@ class Deadlines:
     def commit_s(self, *, verify: bool) -> float:
         """From the end of the transfer to the last engine that goes on."""
         return self.walk_s + (self.walk_s if verify else 0.0) + 2 * self.step_s
+
+    @property
+    def _share_s(self) -> float:
+        return WALK_S_PER_GB * self.size_bytes / self.ranks / 1e9

@@ -145,7 +145,7 @@ class EvalFleet:
         if self._group is not None:
             await self._group.start_over()
             return self._group
-        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, model.path)
+        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, model.path, settings.tensor_parallel)
         if self._closed:
             raise EngineError("the fleet has been disposed of")
         router, spec = self._builder.router(f"router-{EVAL}")

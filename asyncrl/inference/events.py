@@ -112,7 +112,7 @@ class FleetReady(Event):
     seconds: float
     """From start to the last engine's first generation."""
     router_url: str
-    metrics_url: str | None
+    metrics_url: str
     """Where Prometheus reads the router's numbers."""
 
 

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from asyncrl.config import Config
 from asyncrl.errors import EngineError, EnginesLostError
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.deadlines import Deadlines
-from asyncrl.inference.ends import end_all
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_keeper import EngineKeeper
 from asyncrl.inference.events import FleetReady
@@ -33,11 +32,15 @@ from asyncrl.inference.router_keeper import RouterKeeper
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.scratch import unlink
 from asyncrl.inference.shared_gpus import SharedGpus
+from asyncrl.inference.together import end_all
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
+
+DISPOSE_TIMEOUT_S = 30.0
+"""For all processes at once: what the host gives to one that does not want to end, and a little."""
 
 _log = structlog.get_logger(__name__)
 
@@ -352,3 +355,13 @@ class EngineGroup:
 def serves(engine: ManagedEngine) -> bool:
     """Whether requests that the router takes now will be answered, if only after a pause."""
     return engine.routed and engine.state in ROUTABLE
+
+
+async def end_groups(groups: Sequence[EngineGroup]) -> None:
+    """Ends all processes of all groups at once, within bounds: the host sees to those that do not end."""
+    try:
+        with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
+            await end_all(*(group.stop for group in groups))
+    except TimeoutError as error:
+        states = "; ".join(group.states() for group in groups)
+        _log.error("the fleet did not end in time; the host ends the rest of it", reason=str(error), states=states)

@@ -10,7 +10,7 @@ import selectors
 import time
 from typing import Any
 
-SPEED = 20.0
+SPEED = 8.0
 
 
 class _Selector(selectors.DefaultSelector):

@@ -20,8 +20,8 @@ from tests.scripted import freeze, hang, instead
 pytestmark = pytest.mark.anyio
 
 GB = 10**9
-SLACK_S = 8.0
-"""For what really takes time, which seems longer by the clock: 0.4 s."""
+SLACK_S = 15.0
+"""For what really takes time, which seems longer by the clock: 1.9 s on a machine that does much else."""
 
 
 @pytest.fixture
@@ -32,10 +32,8 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 STEPS = {
     "pause": ("pause_generation", 1, bounds.PAUSE_S),
     "torn stamp": ("update_weight_version", 1, bounds.STEP_S),
-    "begin session": ("begin_weight_update", 1, bounds.STEP_S),
     "end session": ("end_weight_update", 1, bounds.STEP_S),
     "checksum": ("weights_checker", 1, bounds.STEP_S),
-    "stamp": ("update_weight_version", 2, bounds.STEP_S),
     "continue": ("continue_generation", 1, bounds.STEP_S),
 }
 """Step → its endpoint, which call of it in a publication after the first, and its bound for a model of no size."""
@@ -83,15 +81,15 @@ def sized(tmp_path: Path, size_bytes: int) -> Any:
 
 
 async def test_a_large_engine_is_given_the_time_that_its_weights_take(start_fleet: StartFleet, tmp_path: Path) -> None:
-    async with start_fleet(2, prepare=sized(tmp_path, 4 * GB)) as fleet:
+    async with start_fleet(2, prepare=sized(tmp_path, 2 * GB)) as fleet:
         await publish(fleet, "0.0", None)
         lease = await fleet.controller.begin_weight_update("0.1")
-        fleet.engines[0].script(hang("end_weight_update", seconds=25.0))
+        fleet.engines[0].script(hang("end_weight_update", seconds=12.0))
         await fleet.controller.abort_weight_update(lease.lease_id, {})
         assert fleet.states() == ["pending_weights", "pending_weights"]
         lease = await fleet.controller.begin_weight_update("0.2")
         deliver(fleet, "0.2")
-        fleet.engines[1].script(hang("end_weight_update", seconds=25.0))
+        fleet.engines[1].script(hang("end_weight_update", seconds=12.0))
         await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert serves(fleet, 0, "0.2") and serves(fleet, 1, "0.2")
         assert [engine.lives for engine in fleet.engines] == [1, 1]
@@ -109,7 +107,7 @@ async def test_a_router_that_dies_in_a_long_transfer_costs_no_engine_and_knows_t
             engine.suspend()
         await fleet.host.kill("router")
         await eventually(lambda: fleet.router.lives == 2, 30)
-        await anyio.sleep(90.0)  # longer than a router is given to take an engine
+        await anyio.sleep(70.0 if outcome == "committed" else 15.0)  # longer than a router is given to take an engine
         assert fleet.states() == ["updating", "updating"]
         for engine in fleet.engines:
             engine.go_on()
@@ -150,12 +148,14 @@ async def test_an_engine_that_dies_five_times_serves_again_each_time(start_fleet
             assert fleet.engines[0].url == url
 
 
-@pytest.mark.parametrize(("size_bytes", "pause_s"), [(0, 90.0), (GB, 110.0), (16 * GB, 410.0)])
+@pytest.mark.parametrize(
+    ("size_bytes", "ranks", "pause_s"), [(0, 1, 90.0), (GB, 1, 110.0), (16 * GB, 1, 410.0), (140 * GB, 8, 440.0)]
+)
 def test_the_longest_pause_beside_the_transfer_follows_from_the_size_of_the_weights(
-    size_bytes: int, pause_s: float
+    size_bytes: int, ranks: int, pause_s: float
 ) -> None:
     """Every step at its bound, in every engine: nothing that a healthy fleet comes near."""
-    deadlines = Deadlines(size_bytes)
+    deadlines = Deadlines(size_bytes, ranks)
     assert deadlines.begin_s(baseline=False) + deadlines.commit_s(verify=True) == pytest.approx(pause_s)
     assert deadlines.begin_s(baseline=True) > deadlines.begin_s(baseline=False)
 
@@ -165,4 +165,5 @@ def test_the_size_of_a_model_is_that_of_its_weight_files(tmp_path: Path) -> None
     assert Deadlines.of_model(tmp_path / "absent").size_bytes == bounds.UNKNOWN_BYTES
     for name, size in {"a-00001.safetensors": 1000, "a-00002.safetensors": 24, "tokenizer.json": 7}.items():
         (tmp_path / name).write_bytes(bytes(size))
-    assert Deadlines.of_model(tmp_path).size_bytes == 1024
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "blob")
+    assert Deadlines.of_model(tmp_path, 2) == Deadlines(1024, 2)

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.layout import ExternalEngine
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessExit, ProcessSpec
-from asyncrl.inference import controller, keeper
+from asyncrl.inference import group, keeper
 from asyncrl.inference.external_keeper import ExternalKeeper
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.test_eval_fleet import with_eval_fleet
@@ -290,7 +290,7 @@ async def test_all_groups_end_at_once(start_fleet: StartFleet, monkeypatch: pyte
 async def test_a_process_that_does_not_end_holds_up_the_end_of_the_fleet_for_a_bounded_time(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "DISPOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(group, "DISPOSE_TIMEOUT_S", 0.3)
     async with start_fleet(2) as fleet:
         await publish(fleet, "0.0", None)
         stop = fleet.host.stop
