@@ -1,8 +1,9 @@
 """Three clients that keep an engine busy, for benchmarks/rollout_throughput.py: a bare loop, httpx, and ours.
 
-All send the same prompts with the same sampling. The bare loop is the least that still has ids and log-probs as typed
-Python objects; httpx is used as most projects of this field use it: one client with limits as wide as the concurrency,
-`json()`, lists picked out of the dictionaries. Ours is the whole executor, up to committed batches of tensors.
+All send the same prompts with the same sampling. The bare loop has answers as typed Python objects (text, ids, the
+triples of log-prob, id and text, what describes them) and does nothing with them. httpx is used as most projects of
+this field use it: one client with limits as wide as the concurrency, `json()`, lists picked out of the dictionaries.
+Ours is the whole executor, up to committed batches of tensors.
 """
 
 from __future__ import annotations
@@ -92,20 +93,19 @@ def in_slots(load: Load, sample: Callable[[dict[str, Any]], Awaitable[None]]) ->
     return run
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Meta(msgspec.Struct):
+    id: str
     finish_reason: dict[str, Any]
+    prompt_tokens: int
+    completion_tokens: int
     output_token_logprobs: list[tuple[float, int, str | None]]
-    weight_versions: list[_Span]
+    weight_version: str
+    cached_tokens: int
 
 
 class _Answer(msgspec.Struct):
     text: str
+    output_ids: list[int]
     meta_info: _Meta
 
 
