@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile
 export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
-.PHONY: demo test test-fast test-long quick-half quick-rest lint types install clean
+.PHONY: demo test test-fast test-long quick-fleet quick-trainer quick-ends quick-rest system-engines system-jobs lint types install clean
 
 install: $(STAMP)
 
@@ -30,21 +30,39 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# What needs no engine runs in two halves side by side; then whole jobs and real engines, one after the other.
-HALF  := tests/host tests/inference tests/training/megatron tests/weights
-QUICK := $(BIN)/python -m pytest -m "not long and not system" -p no:cacheprovider
+# Half of their time tests wait, so parts run side by side: what needs no engine in four, then real engines beside whole jobs.
+PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider
+QUICK   := $(PYTEST) -m "not long and not system"
+SYSTEM  := $(PYTEST) -m "system and not long"
+PARTS   := quick-fleet quick-trainer quick-ends quick-rest
+FLEET   := tests/inference
+TRAINER := tests/training/megatron tests/weights tests/host
+ENDS    := tests/training tests/exit_protocol tests/test_driver.py tests/test_resume.py
+ENGINES := $(addprefix tests/system/test_,agreement.py fleet.py ports.py publication.py router.py update_under_load.py)
 
-quick-half: $(STAMP)
-	$(QUICK) $(HALF)
+quick-fleet: $(STAMP)
+	$(QUICK) $(FLEET)
+
+quick-trainer: $(STAMP)
+	$(QUICK) $(TRAINER)
+
+quick-ends: $(STAMP)
+	$(QUICK) --ignore=tests/training/megatron $(ENDS)
 
 quick-rest: $(STAMP)
-	$(QUICK) $(addprefix --ignore=,$(HALF)) tests
+	$(QUICK) $(addprefix --ignore=,$(FLEET) $(TRAINER) $(ENDS)) tests
+
+system-engines: $(STAMP)
+	$(SYSTEM) $(ENGINES)
+
+system-jobs: $(STAMP)
+	$(SYSTEM) $(addprefix --ignore=,$(ENGINES)) tests
 
 test-fast: lint types
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-half quick-rest
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(PARTS)
 
 test: test-fast
-	$(BIN)/python -m pytest -m "system and not long"
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target system-engines system-jobs
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=7300
