@@ -1,14 +1,15 @@
 """An aiohttp server that speaks the engine's /generate, with chosen answers, latencies and faults.
 
 For scale and fault tests only: what it answers is made up. Tests drive it by replacing `script`, which is asked before
-each answer what to do with a request, and read `requests` afterwards. Weight versions are a plain attribute.
+each answer what to do with a request, and read `requests` afterwards. Weight versions are a plain attribute. It stands
+for the router too, which knows one engine: itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
@@ -32,6 +33,8 @@ class Action:
     """For the fault `status`."""
     body: bytes = b'{"error": {"message": "scripted"}}'
     """For the faults `status` and `garbage`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """For the fault `status`."""
     versions: tuple[tuple[str, int, int], ...] | None = None
     """None: all tokens by the engine's current version."""
 
@@ -51,6 +54,12 @@ class ScriptedEngine:
     """Requests whose client went away before the answer."""
     released: anyio.Event = field(default_factory=anyio.Event)
     """Set it to let hanging requests go."""
+    aborts: list[str] = field(default_factory=list)
+    """Ids that it was told to abort."""
+    load: tuple[int, int, float] = (0, 0, 0.0)
+    """What /v1/loads says: requests that run, that wait, and the fraction of the KV pool in use."""
+    _hanging: dict[str, anyio.Event] = field(default_factory=dict)
+    """By id: what an abort sets."""
 
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
@@ -74,7 +83,7 @@ class ScriptedEngine:
         self._change()
         try:
             if action.fault == "hang":
-                await self.released.wait()
+                action = await self._hang(request["rid"], action)
             elif action.latency_s:
                 await anyio.sleep(action.latency_s)
             return await self._answer(http, request, action)
@@ -85,9 +94,39 @@ class ScriptedEngine:
             self.in_flight -= 1
             self._change()
 
+    async def _hang(self, rid: str, action: Action) -> Action:
+        """Until it is let go, or aborted: the engine ends every request whose id begins like one that it knows."""
+        aborted = self._hanging[rid] = anyio.Event()
+        try:
+            async with anyio.create_task_group() as either:
+                for event in (aborted, self.released):
+                    either.start_soon(_cancel_after, event, either.cancel_scope)
+        finally:
+            del self._hanging[rid]
+        return replace(action, fault="abort" if aborted.is_set() else None)
+
+    async def abort(self, http: web.Request) -> web.Response:
+        rid = msgspec.json.decode(await http.read())["rid"]
+        self.aborts.append(rid)
+        for known, event in self._hanging.items():
+            if rid in self._hanging and known.startswith(rid):
+                event.set()
+        self._change()
+        return web.Response()
+
+    async def workers(self, http: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"id": "0", "url": self.url, "is_healthy": True}], "total": 1})
+
+    async def loads(self, http: web.Request) -> web.Response:
+        running, waiting, usage = self.load
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": usage}
+        return web.json_response({"loads": [load]})
+
     async def _answer(self, http: web.Request, request: dict[str, Any], action: Action) -> web.StreamResponse:
         if action.fault == "status":
-            return web.Response(status=action.status, body=action.body, content_type="application/json")
+            return web.Response(
+                status=action.status, body=action.body, headers=action.headers, content_type="application/json"
+            )
         if action.fault == "garbage":
             return web.Response(body=action.body, content_type="application/json")
         body = self._body(request, action)
@@ -135,6 +174,11 @@ class ScriptedEngine:
         )
 
 
+async def _cancel_after(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
 @asynccontextmanager
 async def scripted_engine(
     script: Callable[[dict[str, Any], int], Action] | None = None, port: int = 0
@@ -143,6 +187,9 @@ async def scripted_engine(
     engine = ScriptedEngine() if script is None else ScriptedEngine(script=script)
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", engine.generate)
+    app.router.add_post("/abort_request", engine.abort)
+    app.router.add_get("/workers", engine.workers)
+    app.router.add_get("/v1/loads", engine.loads)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     try:

@@ -33,11 +33,9 @@ class EngineLoad:
     running: int
     """Requests that it decodes."""
     waiting: int
-    """Requests in its queue."""
+    """Requests in its queue, those included that lost their KV again for want of memory."""
     token_usage: float
-    """Fraction of its KV pool that is in use."""
-    retracted: int
-    """Requests that lost their KV for want of memory, as of its last decoding step."""
+    """Fraction of its KV pool that requests hold."""
 
 
 class _Worker(msgspec.Struct):
@@ -48,15 +46,10 @@ class _Workers(msgspec.Struct):
     workers: list[_Worker]
 
 
-class _Queues(msgspec.Struct):
-    retracted: int = 0
-
-
 class _Load(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
     token_usage: float = 0.0
-    queues: _Queues | None = None
 
 
 class _Loads(msgspec.Struct):
@@ -120,14 +113,13 @@ class EngineControl:
         loads: list[EngineLoad] = []
 
         async def one(engine: str) -> None:
-            found = _decode(await self._call("GET", engine, "/v1/loads?include=core,queues"), _Loads)
+            found = _decode(await self._call("GET", engine, "/v1/loads?include=core"), _Loads)
             if found is not None and found.loads:
                 loads.append(
                     EngineLoad(
                         running=sum(load.num_running_reqs for load in found.loads),
                         waiting=sum(load.num_waiting_reqs for load in found.loads),
                         token_usage=max(load.token_usage for load in found.loads),
-                        retracted=sum(load.queues.retracted for load in found.loads if load.queues is not None),
                     )
                 )
 

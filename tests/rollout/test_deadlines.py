@@ -89,9 +89,11 @@ async def test_after_a_pause_a_wait_has_what_was_left_of_its_time() -> None:
             deadlines.resume()
 
         tasks.start_soon(interrupt)
-        with pytest.raises(TimeoutError, match=r"no answer from r after 0\.1 s"):
-            with deadlines.waiting("answer", "r", 0.1):
-                await anyio.sleep_forever()
+        with (
+            pytest.raises(TimeoutError, match=r"no response from r after 0\.1 s"),
+            deadlines.waiting("response", "r", 0.1),
+        ):
+            await anyio.sleep_forever()
     assert anyio.current_time() - began >= 0.4
     assert WAITS.snapshot() == ()
 
