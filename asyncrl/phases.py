@@ -119,10 +119,12 @@ async def publish(
         await controller.onload_weights()
     async with executor.updating():
         publication = await trainer.update_weights(rollout_id)
-    if job.layout.colocated:
-        await trainer.offload()
-        await controller.onload_kv()
-    executor.set_weight_version(publication.version)
+        if job.layout.colocated:
+            await trainer.offload()
+            await controller.onload_kv()
+        executor.set_weight_version(
+            publication.version
+        )  # before anything is sent: requests go by what they begin under
     return publication
 
 
