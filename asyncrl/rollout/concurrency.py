@@ -70,12 +70,11 @@ async def adapt(
     deadlines: Deadlines,
     *,
     on_lowered: Callable[[ConcurrencyLowered], None],
-    interval_s: float = INTERVAL_S,
 ) -> None:
     """Keeps the generator's limit as the policy says, until cancelled."""
     while True:
         pauses = deadlines.pauses
-        await anyio.sleep(interval_s)
+        await anyio.sleep(INTERVAL_S)
         if deadlines.paused or deadlines.pauses != pauses:
             continue
         loads = await control.loads()

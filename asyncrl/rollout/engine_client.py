@@ -1,7 +1,7 @@
 """EngineClient: sends prompts to the router's /generate and brings back what was sampled, whatever happens on the way.
 
 Invariants
-- Each attempt has its own id: client nonce, sample id, attempt number. All are of one width, because the engine aborts
+- Each attempt has its own id: client nonce, sample id, attempt number. None begins another, because the engine aborts
   by prefix, and none is used twice, because it refuses an id it has seen a moment ago.
 - Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. Their clock stands
   still while engines are paused (`deadlines.py`).
@@ -50,6 +50,11 @@ _KNOWS_NO_ENGINE = "model_not_found"  # smg's word, with a 404, for what sglang-
 
 def _ignore(rid: str, reason: str) -> None:
     """Engines find out by themselves."""
+
+
+def request_id(nonce: str, sample_id: str, attempt: int) -> str:
+    """Of one attempt. No such id begins another one: an engine that is to abort one aborts all that begin like it."""
+    return f"{nonce}-{sample_id}.{attempt:04d}"
 
 
 class GenerationFailed(Exception):
@@ -171,7 +176,7 @@ class EngineClient:
             while True:
                 try:
                     generation = await self._attempt(
-                        f"{self._nonce}-{sample_id}.{attempt:04d}",
+                        request_id(self._nonce, sample_id, attempt),
                         input_ids,
                         sampling_params,
                         self._headers(sample_id, history.failures),

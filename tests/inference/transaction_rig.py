@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -129,6 +130,7 @@ async def rig(
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
+    on_update: str = "retract",
 ) -> AsyncIterator[Rig]:
     """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies."""
 
@@ -137,13 +139,18 @@ async def rig(
             engine.latency, engine.slots = latency or engine.latency, slots
 
     source = ThreadSource(tensors_of("base"))
-    options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TRANSFER_S}
+    options: dict[str, Any] = {
+        "bucket_bytes": BUCKET_BYTES,
+        "timeout_s": TRANSFER_S,
+        "flush_cache": on_update != "in_place",
+    }
     transport: Transport = BroadcastTransport(EngineClient.open, backend="gloo", **options)
     if disk is not None:
         transport = DiskTransport(EngineClient.open, directory=disk, **options)
     try:
+        weights = {"verify": "always", "on_update": on_update}
         async with start_fleet(
-            engines, tensors=tensors_of("base"), prepare=prepare, restarts=restarts, weights={"verify": "always"}
+            engines, tensors=tensors_of("base"), prepare=prepare, restarts=restarts, weights=weights
         ) as fleet:
             await fleet.controller.wait_ready()
             yield Rig(fleet, source, transport, None if copies is None else Copies(copies))
