@@ -16,6 +16,8 @@ import anyio
 import msgspec
 from aiohttp import web
 
+from asyncrl.data.fleet import ROUTING_KEY_HEADER
+
 Fault = Literal["status", "hang", "drop", "truncate", "garbage", "abort", "refuse"]
 
 
@@ -48,6 +50,8 @@ class ScriptedEngine:
     version: str = "0.1"
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
+    routing_keys: list[str] = field(default_factory=list)
+    """Of each request; empty for none."""
     in_flight: int = 0
     most_in_flight: int = 0
     disconnected: int = 0
@@ -77,6 +81,7 @@ class ScriptedEngine:
         request = msgspec.json.decode(await http.read())
         number = len(self.requests)
         self.requests.append(request)
+        self.routing_keys.append(http.headers.get(ROUTING_KEY_HEADER, ""))
         action = self.script(request, number)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -113,6 +118,10 @@ class ScriptedEngine:
                 event.set()
         self._change()
         return web.Response()
+
+    def abort_all(self) -> None:
+        for event in self._hanging.values():
+            event.set()
 
     async def workers(self, http: web.Request) -> web.Response:
         return web.json_response({"workers": [{"id": "0", "url": self.url, "is_healthy": True}], "total": 1})

@@ -98,6 +98,7 @@ async def test_an_overloaded_engine_gets_fewer_requests_and_more_once_it_recover
             await executor.get(0)
             assert executor.last_rollout.concurrency == 4
             await executor.commit(0)
+            engine.script = lambda request, number: Action(fault="hang")
             executor.engines_paused()
             engine.load = (10, 0, 0.2)
             await anyio.sleep(0.2)
