@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.pauses import ToldFleet
+from asyncrl.rollout.deadlines import Deadlines
+from asyncrl.rollout.engine_client import EngineClient
+from asyncrl.rollout.retry import RetryPolicy
 from tests.contracts.fakes import FakeController
+from tests.inference.conftest import StartFleet, eventually, start_fleet
+from tests.inference.transaction_rig import rig
+from tests.scripted import Latency
 
 pytestmark = pytest.mark.anyio
+__all__ = ["start_fleet"]  # a fixture
 
 
 class Clock:
@@ -90,3 +99,48 @@ async def test_a_step_that_is_cancelled_ends_the_pause(step: str, monkeypatch: p
         assert clock.paused
         tasks.cancel_scope.cancel()
     assert not clock.paused
+
+
+class Told:
+    """What an executor does with it."""
+
+    def __init__(self) -> None:
+        self.deadlines = Deadlines()
+
+    def engines_paused(self) -> None:
+        self.deadlines.pause()
+
+    def engines_resumed(self) -> None:
+        self.deadlines.resume()
+
+
+async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_request(start_fleet: StartFleet) -> None:
+    timeout_s, tokens = 1.0, 200
+    sampling = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":true}' % tokens)
+    lengths: list[int] = []
+    async with rig(start_fleet, latency=Latency(token_s=0.001)) as r:
+        r.executor = told = Told()
+        await r.publish("0.0")
+        client = EngineClient(
+            r.fleet.controller.router_url,
+            vocab_size=1 << 20,
+            concurrency=8,
+            timeout_s=timeout_s,
+            policy=RetryPolicy(retries=0, patience_s=1.0),
+            deadlines=told.deadlines,
+        )
+
+        async def one(number: int) -> None:
+            lengths.append(
+                len((await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), sampling)).output_ids)
+            )
+
+        async with client, anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(one, number)
+            await eventually(lambda: sum(engine.generation.running for engine in r.fleet.engines) == 8)
+            r.source.before_tensor = lambda number: time.sleep(0.25)  # a slow trainer
+            report = await r.publish("0.1")
+        assert report.pause_s > 1.5 * timeout_s
+        assert lengths == [tokens] * 8 and client.statistics().failed_attempts == {}
+        assert told.deadlines.stood_still_s >= report.pause_s and not told.deadlines.paused

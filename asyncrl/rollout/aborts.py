@@ -3,8 +3,8 @@
 An engine notices by itself that its client has left, but only after 3 to 8 s, and through a router later still.
 
 Invariants
-- Ids are told one by one, whole, to every engine: nobody but the router knows which one has it. (An engine that knows an
-  id also ends what begins with it, so no id of ours begins another; one that it does not know it ignores.)
+- Ids are told one by one, whole, to every engine: nobody but the router knows which one has it. (One that knows an id
+  also ends what begins with it, so no id of ours begins another; ids that it does not know it ignores.)
 - Nothing is told while engines are paused. A paused engine holds new requests back in its server, and an abort that
   finds one there is used up without effect: that request would run to its end afterwards, whatever is said later.
   For the same reason nothing is told in the instant in which it was sent.

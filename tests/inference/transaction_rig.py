@@ -23,6 +23,7 @@ from asyncrl.inference import engine_api, updates
 from asyncrl.inference import router as router_client
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.observability.waits import waiting
+from asyncrl.pauses import Paused, ToldFleet
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import PublicationReport, publish
 from asyncrl.weights.transfer import Transport
@@ -69,11 +70,14 @@ class Rig:
     transport: Transport
     copies: Copies | None
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    executor: Paused | None = None
+    """Hears of the pauses, where there is one."""
 
     async def publish(self, version: str) -> PublicationReport:
         self.source.tensors = self.versions[version] = tensors_of(version)
+        controller = self.fleet.controller
         return await publish(
-            self.fleet.controller,
+            controller if self.executor is None else ToldFleet(controller, self.executor),
             self.source,
             self.transport,
             version=version,

@@ -19,7 +19,7 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.ledger import GroupState
 from asyncrl.rollout.wire import FailureKind
 from tests.rollout.conftest import StartExecutor
-from tests.rollout.fleet import told
+from tests.rollout.fleet import eventually, told
 from tests.rollout.test_executor import group_of, sample_of
 from tests.scripted_engine import Action, scripted_engine
 
@@ -122,6 +122,7 @@ async def test_after_a_resume_no_more_is_in_flight_than_the_bound_allows(start_e
         await engine.until(lambda e: len(e.requests) == (staleness + 1) * batch * 4 and e.in_flight == 0)
         await executor.get(step)
         await executor.commit(step)
+        await eventually(lambda: executor.statistics().groups[GroupState.FINISHED] == staleness * batch)
         files = await executor.save()
     async with scripted_engine() as engine, start_executor(engine, rollout=rollout) as executor:
         engine.version = f"1.{step + 1}"
