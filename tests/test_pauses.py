@@ -131,9 +131,7 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
         )
 
         async def one(number: int) -> None:
-            lengths.append(
-                len((await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), sampling)).output_ids)
-            )
+            lengths.append(len((await client.generate(f"{number:08d}.000", prompt, sampling)).output_ids))
 
         async with client, anyio.create_task_group() as tasks:
             for number in range(8):

@@ -27,7 +27,7 @@ GATHER_S = 0.2
 engine let in after a pause; and what is given up together is told together."""
 TELL_TIMEOUT_S = 10.0
 """Longest telling of one batch of ids; engines that have not heard all by then find out by themselves."""
-CLOSE_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 2.0
 """Of what is left at the end."""
 
 
