@@ -115,7 +115,7 @@ class Told:
 
 
 async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_request(start_fleet: StartFleet) -> None:
-    timeout_s, tokens, prompt = 0.8, 200, msgspec.Raw(b"[1,2]")
+    timeout_s, tokens, prompt = 2.5, 200, msgspec.Raw(b"[1,2]")
     sampling = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":true}' % tokens)
     lengths: list[int] = []
     async with rig(start_fleet, latency=Latency(token_s=0.001)) as r:
@@ -137,8 +137,8 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
             for number in range(8):
                 tasks.start_soon(one, number)
             await eventually(lambda: sum(engine.generation.running for engine in r.fleet.engines) == 8)
-            r.source.before_tensor = lambda number: time.sleep(1.4 if number == 3 else 0)  # a slow trainer
+            r.source.before_tensor = lambda number: time.sleep(1.3 if number in (0, 6) else 0)  # a slow trainer
             report = await r.publish("0.1")
-        assert report.pause_s > 1.5 * timeout_s
+        assert report.pause_s > timeout_s
         assert lengths == [tokens] * 8 and client.statistics().failed_attempts == {}
         assert told.deadlines.stood_still_s >= report.pause_s and not told.deadlines.paused
