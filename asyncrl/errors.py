@@ -50,6 +50,10 @@ class EngineError(AsyncRLError):
     """An inference engine or router failed to start, died, or refused a command."""
 
 
+class HostLostError(EngineError):
+    """The engine host has ended, and with it every process that it had spawned."""
+
+
 class WeightUpdateError(AsyncRLError):
     """A weight publication could not be completed."""
 

@@ -30,7 +30,7 @@ from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.run_directory import RunDirectory
 from asyncrl.training.checkpoints.manifest import SavedLayout
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint
-from tests.scripted_engine import Action, ScriptedEngine, scripted_engine
+from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
 ENTRYPOINTS = Path(__file__).parents[1] / "entrypoints"
 
@@ -52,7 +52,7 @@ class Deadly(EventLog):
 class CountingTrainer:
     """Checks each batch against the bound, and saves how many it has had."""
 
-    def __init__(self, config: Config, run: RunDirectory, engine: ScriptedEngine) -> None:
+    def __init__(self, config: Config, run: RunDirectory, engine: AnsweringEngine) -> None:
         self.resumed: SavedCheckpoint | None = None
         self._bound = Bound.of(config)
         self._run, self._engine = run, engine

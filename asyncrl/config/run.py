@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from asyncrl.config.base import Section
 from asyncrl.config.data import DataConfig
@@ -27,13 +27,19 @@ class RunConfig(Section):
     """Write a Hugging Face export of the final policy into the run directory."""
 
     host: str = "127.0.0.1"
-    """Address that every server of the job binds to."""
+    """Address that every server of the job binds to, and under which the others find it."""
 
     display: Literal["auto", "live", "plain"] = "auto"
     """Live table on a terminal, plain lines elsewhere."""
 
     stop_grace_s: float = Field(default=12.0, gt=0)
     """Longest time to dispose after SIGINT or SIGTERM before everything is killed."""
+
+    @field_validator("host")
+    @classmethod
+    def _no_name(cls, host: str) -> str:
+        """A name may stand for several addresses, of which server and client could choose different ones."""
+        return "127.0.0.1" if host == "localhost" else host
 
 
 class EvalConfig(Section):

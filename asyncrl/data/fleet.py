@@ -79,6 +79,8 @@ class FleetView:
     """Those of the trained model first."""
     model_urls: Mapping[str, str] = field(default_factory=dict)
     """Routers of models that never change, by name."""
+    metrics_urls: Mapping[str, str] = field(default_factory=dict)
+    """Where Prometheus reads the numbers of each router, by the name of the model that it serves."""
 
 
 @dataclass(frozen=True, slots=True)

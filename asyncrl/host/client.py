@@ -25,7 +25,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host.events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
 from asyncrl.host.proc import JOB_MARK, end_marked
 from asyncrl.host.process import MAX_LINE_BYTES, LineBuffer, ProcessExit, ProcessSpec, encode
@@ -257,11 +257,11 @@ class EngineHost:
         if self._gone or self._closing:
             raise self._death()
 
-    def _death(self) -> EngineError:
+    def _death(self) -> HostLostError:
         if self._closing:
-            return EngineError("engine host: it is closed, and everything it had spawned has ended")
+            return HostLostError("engine host: it is closed, and everything it had spawned has ended")
         last_words = log_tail(str(self._log), 0, 10)
-        return EngineError(
+        return HostLostError(
             f"engine host (pid {self.pid}): it died, and every process that it had spawned was killed with it; "
             f"see {self._log}" + (f", which ends with\n{last_words}" if last_words else "")
         )

@@ -70,9 +70,11 @@ class Builder:
         """A router on `port` (`router.port`), or a free one. Raises ConfigError where the port is taken."""
         config = self._config
         port = self._ports.single() if port is None else self._ports.given(port, "router.port")
-        argv = router_argv(config.router, host=config.run.host, port=port, prometheus_port=self._ports.single())
+        host, prometheus_port = config.run.host, self._ports.single()
+        argv = router_argv(config.router, host=host, port=port, prometheus_port=prometheus_port)
         spec = ProcessSpec(name=name, argv=argv, env={}, log_path=str(self._logs / f"{name}.log"))
-        return RouterClient(f"http://{config.run.host}:{port}", self._open_session), spec
+        metrics_url = f"http://{host}:{prometheus_port}/metrics"
+        return RouterClient(f"http://{host}:{port}", self._open_session, metrics_url=metrics_url), spec
 
     def engine(self, placement: EnginePlacement, model: ServedModel) -> tuple[ManagedEngine, ProcessSpec]:
         """An engine of `model` as a process of the job's own, and how it is started."""

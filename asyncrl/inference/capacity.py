@@ -7,6 +7,7 @@ Invariants
   passes it by, and no new request reaches it. So an answer may be of an older version, and says so in its stamps; an
   engine that takes new requests never is.
 - The last engine that serves is stopped only by force.
+- An engine is started again only when nothing is left of its stop.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Capacity:
             self._placements[engine_id] = placement
         elif self._group.is_wanted(engine) or engine.state is EngineState.DRAINING:
             raise EngineError(f"{engine_id} cannot be started: it is {engine.state}")
+        elif not self._group.is_over(engine):
+            raise EngineError(f"{engine_id} cannot be started: it is being stopped; start it when it is stopped")
         else:
             self._refuse_colocated(engine)
             self._group.start_again(engine)

@@ -82,7 +82,7 @@ class CatchUp:
             if self._verify:
                 await client.check_weights("reset_tensors")
                 baseline = await client.check_weights("checksum")
-            await client.update_from_disk(str(published.directory))
+            await client.update_from_disk(str(published.directory), timeout_s=self._updates.deadlines.load_s)
             if baseline is not None:
                 names = unreceived(baseline, await client.check_weights("checksum"))
                 if names:

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -29,13 +30,16 @@ from asyncrl.host import ProcessSpec
 from asyncrl.inference.building import Builder, ServedModel
 from asyncrl.inference.capacity import Capacity
 from asyncrl.inference.catch_up import CatchUp
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
-from asyncrl.inference.group import EngineGroup
+from asyncrl.inference.group import EngineGroup, end_groups
 from asyncrl.inference.memory import Memory
 from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
+from asyncrl.inference.statistics import InferenceStatistics
+from asyncrl.inference.together import await_all
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
@@ -45,26 +49,6 @@ if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 ROUTER = "router"
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceStatistics:
-    """A snapshot of the controller."""
-
-    engines: Mapping[str, int]
-    """State → engines in it, of the trained model."""
-    beside: Mapping[str, Mapping[str, int]]
-    """The same of other models, by name."""
-    published_version: str | None
-    open_lease: str | None
-    updates_committed: int
-    updates_aborted: int
-    restarts: int
-    """Of engines and router."""
-    paused_s: float
-    """Seconds without generation over all committed updates."""
-    start_s: float | None
-    """From `start` to the last engine's first generation; None before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +98,9 @@ class InferenceController:
         self._builder.open()
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
-        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model)
+        ranks = self._config.engine.tensor_parallel
+        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path, ranks)
+        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model, deadlines)
         parts.actor.start_router()
         for placement in self._layout.engines:
             parts.actor.start_engine(*self._builder.engine(placement, model))
@@ -123,7 +109,12 @@ class InferenceController:
         self._models.start(task_group, model)
 
     def _build_actor(
-        self, task_group: TaskGroup, routing: Routing, router_spec: ProcessSpec, model: ServedModel
+        self,
+        task_group: TaskGroup,
+        routing: Routing,
+        router_spec: ProcessSpec,
+        model: ServedModel,
+        deadlines: Deadlines,
     ) -> _Parts:
         """The group of the model that is trained, and its weight updates. (They know each other.)"""
         config = self._config
@@ -140,11 +131,13 @@ class InferenceController:
             events=self._events,
             task_group=task_group,
             catch_up=catch_up,
+            deadlines=deadlines,
         )
         updates = WeightUpdates(
             group.engines,
             routing,
             config.weights,
+            deadlines,
             quarantine=group.quarantine,
             events=self._events,
             task_group=task_group,
@@ -167,21 +160,9 @@ class InferenceController:
         Raises EngineError as soon as one cannot. Each start has its own deadline (`engine.start_timeout_s`,
         `router.start_timeout_s`).
         """
-        errors: list[EngineError] = []
-
-        async def one(wait: Callable[[], Awaitable[None]]) -> None:
-            try:
-                await wait()
-            except EngineError as error:
-                errors.append(error)
-                task_group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as task_group:
-            task_group.start_soon(one, self._started.actor.wait_ready)
-            for model in self._models.groups.values():
-                task_group.start_soon(one, partial(self._models.wait_answering, model))
-        if errors:
-            raise errors[0]
+        models = self._models
+        answers = (partial(models.wait_answering, group) for group in models.groups.values())
+        await await_all(self._started.actor.wait_ready, *answers)
 
     async def dispose(self) -> None:
         """Ends router and engines and frees their ports. May be called at any time, and again."""
@@ -190,8 +171,8 @@ class InferenceController:
                 ends.push_async_callback(self._builder.close)
                 if self._parts is not None:
                     self._parts.updates.close()
-                    for group in self._groups:
-                        ends.push_async_callback(group.stop)
+                    self._eval_fleet.close()
+                    ends.push_async_callback(end_groups, self._groups)
 
     # what the loop asks
 
@@ -213,6 +194,7 @@ class InferenceController:
             published_version=self._published_version,
             engines=tuple(engine.status for group in self._groups for engine in group.engines),
             model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
+            metrics_urls={group.name: group.routing.router.metrics_url for group in self._groups},
         )
 
     def model_url(self, name: str) -> str:

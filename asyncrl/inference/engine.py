@@ -19,7 +19,7 @@ from asyncrl.data.fleet import ACTOR, EngineEndpoint, EngineState, EngineStatus
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine_api import EngineClient, EngineRequestError
 from asyncrl.inference.events import EngineStateChanged
-from asyncrl.inference.lifecycle import transition
+from asyncrl.inference.lifecycle import UPDATABLE, transition
 from asyncrl.inference.verify import Checksums
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
@@ -51,7 +51,9 @@ class ManagedEngine:
         self.version: str | None = None
         """Published version that it holds."""
         self.routed = False
-        """Whether the router knows it."""
+        """Whether the router knows it, or is to."""
+        self.leaving = False
+        """Whether it is about to be stopped: it takes part in nothing new."""
         self.offloaded: frozenset[str] = frozenset()
         """Memory tags that are released; the engine is paused while there is one."""
         self.baseline: Checksums | None = None
@@ -72,6 +74,11 @@ class ManagedEngine:
         return self.endpoint.engine_id
 
     @property
+    def takes_weights(self) -> bool:
+        """Whether a weight update may begin with it."""
+        return self.state in UPDATABLE and not self.leaving
+
+    @property
     def status(self) -> EngineStatus:
         return EngineStatus(self.endpoint, self.state, self.version, self.model)
 
@@ -79,7 +86,7 @@ class ManagedEngine:
         """A new process is about to bear this id: a new generation, which holds no weights of the run."""
         self.endpoint = replace(self.endpoint, generation=self.endpoint.generation + 1)
         self.version, self.baseline, self.failure = None, None, None
-        self.routed = False
+        self.routed, self.leaving = False, False
         self.offloaded, self.shared_memory = frozenset(), frozenset()
         self.move(EngineState.STARTING)
 

@@ -5,7 +5,8 @@ Invariants
   fails leaves none that serves.
 - A pin is believed when every engine has said, after loading, which version it holds, and the router has answered with
   that version. Until then nothing is evaluated.
-- Whatever goes wrong here is an EngineError for whoever asked, never the end of the job.
+- Whatever goes wrong here is an EngineError for whoever asked, never the end of the job. A fleet that failed is started
+  anew when it is next asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -24,6 +26,7 @@ from asyncrl.config.served import EVAL
 from asyncrl.data.fleet import EngineState, EvalFleetInfo
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import Builder, ServedModel
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError
 from asyncrl.inference.events import EvalFleetPinned
@@ -56,6 +59,11 @@ class EvalFleet:
         self._group: EngineGroup | None = None
         self._pinned: _Checkpoint | None = None
         self._lock = anyio.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Nothing of it is started from now on."""
+        self._closed = True
 
     @property
     def group(self) -> EngineGroup | None:
@@ -67,7 +75,8 @@ class EvalFleet:
 
         `model` is the trained one. Raises EngineError where there is no `eval.fleet`, or it cannot start.
         """
-        await self._started(task_group, model).wait_ready()
+        async with self._lock:
+            await (await self._started(task_group, model)).wait_ready()
 
     async def pin(self, task_group: TaskGroup, model: ServedModel, directory: Path, version: str) -> EvalFleetInfo:
         """Brings every engine to the checkpoint in `directory` (Hugging Face names), to be known as `version`.
@@ -77,7 +86,7 @@ class EvalFleet:
         async with self._lock:
             began = anyio.current_time()
             self._pinned = None
-            group = self._started(task_group, model)
+            group = await self._started(task_group, model)
             checkpoint = _Checkpoint(directory, version)
             for last in (False, True):
                 try:
@@ -111,12 +120,16 @@ class EvalFleet:
             raise
         return engines
 
-    def _started(self, task_group: TaskGroup, model: ServedModel) -> EngineGroup:
+    async def _started(self, task_group: TaskGroup, model: ServedModel) -> EngineGroup:
         settings = self._config.eval.fleet
         if settings is None:
             raise EngineError("there are no engines for evaluation only; add a section [eval.fleet]")
         if self._group is not None:
+            await self._group.start_over()
             return self._group
+        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, model.path, settings.tensor_parallel)
+        if self._closed:
+            raise EngineError("the fleet has been disposed of")
         router, spec = self._builder.router(f"router-{EVAL}")
         self._group = group = EngineGroup(
             EVAL,
@@ -127,6 +140,7 @@ class EvalFleet:
             events=self._events,
             task_group=task_group,
             catch_up=self._follow,
+            deadlines=deadlines,
             essential=False,
         )
         group.start_router()
@@ -158,7 +172,7 @@ class EvalFleet:
             engine.move(EngineState.SERVING, f"pinned to weights {version}")
         for engine in engines:
             await group.routing.add(engine)
-        await group.routing.router.probe(version)
+        await group.routing.probe(version)
 
     async def _take_back(self, group: EngineGroup, engines: Iterable[ManagedEngine], reason: str) -> None:
         with anyio.CancelScope(shield=True):  # bounded by the router's deadline
@@ -181,7 +195,7 @@ async def _load(engine: ManagedEngine, checkpoint: _Checkpoint, group: EngineGro
     try:
         await client.abort_all()  # of an evaluation that was given up; else loading would wait for its last request
         await client.set_version(f"torn:{checkpoint.version}")
-        await client.update_from_disk(str(checkpoint.directory))
+        await client.update_from_disk(str(checkpoint.directory), timeout_s=group.deadlines.load_s)
         await client.set_version(checkpoint.version)
         info = await client.model_info()
     except EngineRequestError as error:

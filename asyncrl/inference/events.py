@@ -50,7 +50,7 @@ class ProcessRestarting(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGivenUp(Event):
-    """An engine ended once too often and is not started again."""
+    """An engine or a router ended once too often and is not started again."""
 
     kind: ClassVar[str] = "process_given_up"
     name: str
@@ -111,6 +111,9 @@ class FleetReady(Event):
     engines: int
     seconds: float
     """From start to the last engine's first generation."""
+    router_url: str
+    metrics_url: str
+    """Where Prometheus reads the router's numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,18 @@
-"""How the end of a process is told: who, how, when, and the end of its log. Pure."""
+"""How the end of a process is told: who, how, when, and the end of its log."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from asyncrl.host import ProcessExit
+from asyncrl.errors import EngineError
+from asyncrl.host import ProcessExit, ProcessSpec
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
+
+TAIL_LINES = 20
 
 
 def describe_exit(name: str, process: ProcessExit, log_path: Path, when: str) -> str:
@@ -14,6 +21,15 @@ def describe_exit(name: str, process: ProcessExit, log_path: Path, when: str) ->
         f"{name} (pid {process.pid}) {_manner(process.returncode)} {when}. Last lines of {log_path}:\n"
         f"{indent(process.log_tail)}"
     )
+
+
+async def last_lines(host: EngineHost, spec: ProcessSpec) -> str:
+    """`Last lines of …:` and the lines, of a process that lives; raises nothing where the host cannot tell them."""
+    try:
+        tail = await host.tail(spec.name, TAIL_LINES)
+    except EngineError as error:
+        tail = f"(unknown: {error})"
+    return f"Last lines of {spec.log_path}:\n{indent(tail)}"
 
 
 def indent(log_tail: str) -> str:

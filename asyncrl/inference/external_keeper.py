@@ -13,110 +13,56 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import anyio
 import structlog
 
-from asyncrl.config.inference import HealthConfig
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError
 from asyncrl.inference.events import ProcessGivenUp
 from asyncrl.inference.health import watch_health
-from asyncrl.inference.keeper import CatchUpEngine
+from asyncrl.inference.keeper import Keeper, KeeperSettings
 from asyncrl.inference.lifecycle import LIVE
-from asyncrl.inference.restarts import RestartHistory, RestartPolicy
-from asyncrl.inference.routing import Routing
+from asyncrl.inference.restarts import RestartHistory
 from asyncrl.inference.sessions import close_session, reason_of
-from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS, waiting
 
 POLL_S = 0.2
-LEAVE_TIMEOUT_S = 3.0
-"""For an engine to be put in order as it leaves; one that takes longer hangs, and is somebody else's to end."""
 
 _log = structlog.get_logger(__name__)
 
 
-class ExternalKeeper:
+class ExternalKeeper(Keeper):
     """One engine of somebody else's."""
 
-    def __init__(
-        self,
-        engine: ManagedEngine,
-        *,
-        routing: Routing,
-        policy: RestartPolicy,
-        health: HealthConfig,
-        start_timeout_s: float,
-        events: EventLog,
-        on_ready: Callable[[], None],
-        catch_up: CatchUpEngine,
-    ) -> None:
-        """`on_ready` hears each time that it generated; `catch_up` then brings it to serve."""
-        self.engine = engine
-        self.has_generated = False
-        self.health_paused = False
-        self.restarts = 0
-        """How often it joined anew."""
-        self._routing = routing
-        self._policy = policy
-        self._health = health
-        self._start_timeout_s = start_timeout_s
-        self._events = events
-        self._on_ready = on_ready
-        self._catch_up = catch_up
-        self._unwanted = anyio.Event()
+    def __init__(self, engine: ManagedEngine, settings: KeeperSettings) -> None:
+        super().__init__(engine, settings)
         self._left = anyio.Event()
         self._scope = anyio.CancelScope()
         self._in_order = False
         """Whether it was left to itself already."""
-        self._running = False
-        self._returned = anyio.Event()
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the engine is to serve."""
-        return not self._unwanted.is_set()
+    async def _keep(self) -> None:
+        with self._scope:
+            await self._live()
 
-    async def run(self) -> None:
-        if not self.wanted:
-            return
-        self._running = True
-        try:
-            with self._scope:
-                await self._run()
-        finally:
-            self._returned.set()
-
-    async def retire(self) -> None:
-        """No new request reaches the engine; one that serves is DRAINING from now on."""
-        self._unwanted.set()
-        if self.engine.state is EngineState.SERVING:
-            self.engine.move(EngineState.DRAINING)
-        await self._routing.remove(self.engine)
-
-    async def stop(self) -> None:
-        """Ends the engine's part in the job and leaves it in order; it is STOPPED afterwards."""
-        self._unwanted.set()
-        await self._routing.remove(self.engine)
+    async def _end(self) -> None:
+        """Leaves the engine in order; one that takes longer hangs, and is somebody else's to end."""
         self._scope.cancel()
-        if self._running:
-            await self._returned.wait()
-        if not self._in_order:
-            self._in_order = True
-            try:
-                with anyio.fail_after(LEAVE_TIMEOUT_S):
-                    await put_in_order(self.engine)
-            except (EngineError, TimeoutError) as error:
-                _log.warning(
-                    "an external engine was left as it was", engine=self.engine.engine_id, reason=reason_of(error)
-                )
-        if self.engine.state is not EngineState.STOPPED:
-            self.engine.move(EngineState.STOPPED)
+        await self.settings.routing.remove(self.engine)
+        await self._wait_returned()
+        if self._in_order:
+            return
+        self._in_order = True
+        try:
+            with waiting("last order", self.engine.engine_id, self.settings.deadlines.take_back_s):
+                await put_in_order(self.engine, self.settings.deadlines)
+        except (EngineError, TimeoutError) as error:
+            _log.warning("an external engine was left as it was", engine=self.engine.engine_id, reason=reason_of(error))
 
     async def quarantine(self, reason: str) -> None:
         """Takes the engine out of service; what it does from now on is nothing to the job."""
@@ -127,10 +73,10 @@ class ExternalKeeper:
         engine.move(EngineState.QUARANTINED, reason)
         self._left.set()
         with anyio.CancelScope(shield=True):
-            await self._routing.remove(engine)
+            await self.settings.routing.remove(engine)
 
-    async def _run(self) -> None:
-        history = RestartHistory()
+    async def _live(self) -> None:
+        history, policy = RestartHistory(), self.settings.policy
         while True:
             self._left = anyio.Event()
             await self._serve()
@@ -139,13 +85,15 @@ class ExternalKeeper:
             failure = self.engine.failure or EngineError(f"{self.engine.engine_id} left")
             if not self.has_generated:
                 raise failure
-            history, delay_s = self._policy.after_end(history, anyio.current_time())
+            history, delay_s = policy.after_end(history, anyio.current_time())
             if delay_s is None:
                 restarts = len(history.restarts)
-                self._events.emit(ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=str(failure)))
+                self.settings.events.emit(
+                    ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=str(failure))
+                )
                 raise EngineError(
                     f"{self.engine.engine_id} is not taken back: it joined anew {restarts} times within "
-                    f"{self._policy.window_s:g} s (engine.max_restarts, engine.restart_window_s). The last time: "
+                    f"{policy.window_s:g} s (engine.max_restarts, engine.restart_window_s). The last time: "
                     f"{failure}"
                 )
             await self._wait_answering(delay_s)
@@ -161,10 +109,10 @@ class ExternalKeeper:
             return
         self.has_generated = True
         self.engine.move(EngineState.PENDING_WEIGHTS)
-        self._on_ready()
+        self.settings.on_ready()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._watch_health)
-            task_group.start_soon(self._catch_up, self.engine)
+            task_group.start_soon(self.settings.catch_up, self.engine)
             await self._left.wait()
             task_group.cancel_scope.cancel()
 
@@ -172,17 +120,17 @@ class ExternalKeeper:
         """Puts the engine in order, has it generate, and asks what it is."""
         engine, last = self.engine, ""
         try:
-            with waiting("answer", engine.engine_id, self._start_timeout_s):
+            with waiting("answer", engine.engine_id, self.settings.start_timeout_s):
                 while True:
                     try:
-                        await put_in_order(engine)
+                        await put_in_order(engine, self.settings.deadlines)
                         break
                     except EngineRequestError as error:
                         last = str(error)
                     await anyio.sleep(POLL_S)
         except TimeoutError as error:
             raise EngineError(f"{error}; is an engine running at {engine.endpoint.url}? last: {last}") from error
-        await engine.wait_first_generation(self._start_timeout_s)
+        await engine.wait_first_generation(self.settings.start_timeout_s)
         info = await engine.client.server_info()
         if (info.dp_size, info.pp_size) != (1, 1):
             raise EngineError(
@@ -205,7 +153,7 @@ class ExternalKeeper:
     async def _watch_health(self) -> None:
         await watch_health(
             self.engine.engine_id,
-            self._health,
+            self.settings.health,
             subject=self._subject,
             probe=self._probe,
             convict=self.quarantine,
@@ -219,12 +167,8 @@ class ExternalKeeper:
             # Nobody tells that a process was restarted between two probes: its weights do, and no second look is due.
             await self.quarantine(f"it serves weights {held!r} instead of {engine.version!r}: it was restarted")
 
-    def _subject(self) -> Hashable:
-        serves = self.engine.state in (EngineState.SERVING, EngineState.DRAINING)
-        return (self.engine.endpoint.generation, self.engine.moves) if serves and not self.health_paused else None
 
-
-async def put_in_order(engine: ManagedEngine) -> None:
+async def put_in_order(engine: ManagedEngine, deadlines: Deadlines) -> None:
     """Leaves the engine idle, unpaused and without an update session, in whatever state it was found."""
-    await engine.client.abort_all()  # unpaused, it would not end its session before its last request
-    await close_session(engine, restored=None)
+    await engine.client.abort_all(deadlines.step_s)  # unpaused, it would not end its session before its last request
+    await close_session(engine, restored=None, deadlines=deadlines)

@@ -9,7 +9,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,21 +20,26 @@ from anyio.abc import TaskGroup
 from asyncrl.config import Config
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_keeper import EngineKeeper
 from asyncrl.inference.events import FleetReady
 from asyncrl.inference.external_keeper import ExternalKeeper
-from asyncrl.inference.keeper import CatchUpEngine, Keeper
-from asyncrl.inference.lifecycle import ROUTABLE, UPDATABLE
+from asyncrl.inference.keeper import CatchUpEngine, Keeper, KeeperSettings
+from asyncrl.inference.lifecycle import ROUTABLE
 from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.router_keeper import RouterKeeper
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.scratch import unlink
+from asyncrl.inference.together import end_all
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
+
+DISPOSE_TIMEOUT_S = 30.0
+"""For all processes at once: what the host gives to one that does not want to end, and a little."""
 
 _log = structlog.get_logger(__name__)
 
@@ -52,6 +58,7 @@ class EngineGroup:
         events: EventLog,
         task_group: TaskGroup,
         catch_up: CatchUpEngine,
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         essential: bool = True,
     ) -> None:
         """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives.
@@ -65,32 +72,45 @@ class EngineGroup:
         self.start_s: float | None = None
         """From `start` to the last engine's first generation; None before."""
         self.routing = routing
+        self.deadlines = deadlines
         self._config = config
         self._host = host
         self._events = events
         self._task_group = task_group
-        self._catch_up = catch_up
-        self._policy = RestartPolicy(config.engine.max_restarts, config.engine.restart_window_s)
+        self._settings = KeeperSettings(
+            routing=routing,
+            policy=RestartPolicy(config.engine.max_restarts, config.engine.restart_window_s),
+            health=config.health,
+            start_timeout_s=config.engine.start_timeout_s,
+            deadlines=deadlines,
+            events=events,
+            on_ready=self._notify,
+            catch_up=catch_up,
+        )
         self._keepers: dict[str, Keeper] = {}
         self._specs: dict[str, ProcessSpec] = {}
-        self._router = RouterKeeper(
+        self._new_router_keeper = partial(
+            RouterKeeper,
             routing,
             router_spec,
             host=host,
             engines=self.engines,
-            policy=self._policy,
+            policy=self._settings.policy,
             health=config.health,
             start_timeout_s=config.router.start_timeout_s,
             events=events,
             on_answer=self._notify,
             quarantine=self.quarantine,
         )
+        self._router = self._new_router_keeper()
         self._health_paused = False
         self._earlier_restarts = 0
         """Of keepers that others have taken over from."""
         self._given_up: set[str] = set()
         self._failure: EngineError | None = None
         self._stopping = False
+        self._watches: set[anyio.CancelScope] = set()
+        """Of the tasks that keep router and engines."""
         self._changed = anyio.Event()
         self._started_at = anyio.current_time()
 
@@ -108,27 +128,33 @@ class EngineGroup:
         self._start_keeper(engine)
 
     def start_again(self, engine: ManagedEngine) -> None:
-        """Starts an engine that was stopped or given up."""
+        """Starts an engine that was stopped or given up, and whose keeper has ended."""
         self._earlier_restarts += self._keepers[engine.engine_id].restarts
         engine.renew()
         self._start_keeper(engine)
 
+    async def start_over(self) -> None:
+        """Starts all of a group that failed anew, as if for the first time; nothing to do for one that did not."""
+        if self._failure is None:
+            return
+        await self._end_all()
+        if self._stopping:
+            return
+        self._failure = None
+        self.start_s, self._started_at = None, anyio.current_time()
+        self._earlier_restarts += self._router.restarts
+        self._router = self._new_router_keeper()
+        self.start_router()
+        for engine in self.engines:
+            self.start_again(engine)
+
     def _start_keeper(self, engine: ManagedEngine) -> None:
         spec = self._specs.get(engine.engine_id)
-        common: dict[str, Any] = {
-            "routing": self.routing,
-            "policy": self._policy,
-            "health": self._config.health,
-            "start_timeout_s": self._config.engine.start_timeout_s,
-            "events": self._events,
-            "on_ready": self._engine_generated,
-            "catch_up": self._catch_up,
-        }
         keeper: Keeper
         if spec is None:
-            keeper = ExternalKeeper(engine, **common)
+            keeper = ExternalKeeper(engine, self._settings)
         else:
-            keeper = EngineKeeper(engine, spec, host=self._host, **common)
+            keeper = EngineKeeper(engine, self._settings, spec, self._host)
         keeper.health_paused = self._health_paused
         self._keepers[engine.engine_id] = keeper
         self._given_up.discard(engine.engine_id)
@@ -136,25 +162,33 @@ class EngineGroup:
 
     async def stop_engine(self, engine: ManagedEngine) -> None:
         """Ends an engine that is to be no part of the group any more."""
-        await self._keepers[engine.engine_id].stop()
-        unlink(engine.shared_memory)
+        try:
+            await self._keepers[engine.engine_id].stop()
+        finally:
+            unlink(engine.shared_memory)
+            self._notify()
 
     async def retire_engine(self, engine: ManagedEngine) -> None:
         """Takes an engine out of service before it is stopped: no new request reaches it."""
         await self._keepers[engine.engine_id].retire()
+        self._notify()
 
     async def quarantine(self, engine: ManagedEngine, reason: str) -> None:
         """Takes an engine that cannot be trusted out of service; it is started again."""
         await self._keepers[engine.engine_id].quarantine(reason)
 
     async def stop(self) -> None:
-        """Ends the router, then the engines; none of it counts as a failure."""
+        """Ends router and engines, all at once; none of it counts as a failure. Whoever kept them does so no more."""
         self._stopping = True
         self._notify()
-        await self._router.stop()
-        async with anyio.create_task_group() as task_group:
-            for engine in self.engines:
-                task_group.start_soon(self.stop_engine, engine)
+        try:
+            await self._end_all()
+        finally:
+            for scope in tuple(self._watches):
+                scope.cancel()
+
+    async def _end_all(self) -> None:
+        await end_all(self._router.stop, *(partial(self.stop_engine, engine) for engine in self.engines))
 
     def pause_health(self, paused: bool) -> None:
         """Probes are made only while not `paused`."""
@@ -171,6 +205,10 @@ class EngineGroup:
         """Whether the engine is to run, and was not given up."""
         return self._keepers[engine.engine_id] in self._expected()
 
+    def is_over(self, engine: ManagedEngine) -> bool:
+        """Whether nobody keeps the engine any more, so that it can be started again."""
+        return self._keepers[engine.engine_id].ended
+
     # waiting for it
 
     def check(self) -> None:
@@ -181,8 +219,13 @@ class EngineGroup:
             raise EngineError("the fleet has been disposed of")
 
     async def wait_ready(self) -> None:
-        """Returns when the router answers and every engine has generated; each start has its own deadline."""
-        await self._wait(lambda: self._router.answers and all(k.has_generated for k in self._expected()), "first start")
+        """Returns when the router answers and every engine has generated; each start has its own deadline.
+
+        Raises EngineError where none is to run.
+        """
+        await self._wait(
+            lambda: self._some_run("first start") and self._router.answers and self._all_generated(), "first start"
+        )
 
     async def wait_serving(self, purpose: str) -> None:
         """Returns when some engine serves; waits for engines that are being brought back."""
@@ -193,14 +236,16 @@ class EngineGroup:
 
         def enough() -> bool:
             self._some_run(purpose)
-            able = sum(engine.state in UPDATABLE for engine in self.engines)
+            able = sum(engine.takes_weights for engine in self.engines)
             return able > 0 and able >= min(number, len(self._expected()))
 
         await self._wait(enough, purpose)
 
     async def wait_recovered(self) -> None:
-        """Returns when every engine that is wanted serves."""
-        await self._wait(lambda: all(serves(keeper.engine) for keeper in self._expected()), "recovery")
+        """Returns when every engine that is wanted serves; raises EngineError where none is."""
+        await self._wait(
+            lambda: self._some_run("recovery") and all(serves(keeper.engine) for keeper in self._expected()), "recovery"
+        )
 
     async def wait_until(self, satisfied: Callable[[], bool]) -> None:
         """Looks again at each change of state of an engine; whoever waits has a deadline of its own."""
@@ -232,7 +277,24 @@ class EngineGroup:
         except TimeoutError as error:
             raise EngineError(f"{error}: {self.states()}") from error
 
+    def _all_generated(self) -> bool:
+        return all(keeper.has_generated for keeper in self._expected())
+
     def _notify(self) -> None:
+        """Something is not as it was: engines that generated, changed their state, or are wanted no more."""
+        expected = self._expected()
+        if self.start_s is None and expected and self._all_generated():
+            self.start_s = anyio.current_time() - self._started_at
+            router = self.routing.router
+            self._events.emit(
+                FleetReady(
+                    model=self.name,
+                    engines=len(expected),
+                    seconds=self.start_s,
+                    router_url=router.url,
+                    metrics_url=router.metrics_url,
+                )
+            )
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -252,10 +314,15 @@ class EngineGroup:
 
     async def _watched(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
         failure: BaseException | None = None
+        scope = anyio.CancelScope()
+        self._watches.add(scope)
         try:
-            await run(*args)
+            with scope:
+                await run(*args)
         except* EngineError as group:  # also the host's own: it is gone, and the processes with it
             failure = group
+        finally:
+            self._watches.discard(scope)
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, EngineError) and not self._stopping:
@@ -265,14 +332,17 @@ class EngineGroup:
                 raise failure
             _log.error("a model is served no more; the job goes on", model=self.name, reason=str(failure))
 
-    def _engine_generated(self) -> None:
-        expected = self._expected()
-        if self.start_s is None and all(keeper.has_generated for keeper in expected):
-            self.start_s = anyio.current_time() - self._started_at
-            self._events.emit(FleetReady(model=self.name, engines=len(expected), seconds=self.start_s))
-        self._notify()
-
 
 def serves(engine: ManagedEngine) -> bool:
     """Whether requests that the router takes now will be answered, if only after a pause."""
     return engine.routed and engine.state in ROUTABLE
+
+
+async def end_groups(groups: Sequence[EngineGroup]) -> None:
+    """Ends all processes of all groups at once, within bounds: the host sees to those that do not end."""
+    try:
+        with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
+            await end_all(*(group.stop for group in groups))
+    except TimeoutError as error:
+        states = "; ".join(group.states() for group in groups)
+        _log.error("the fleet did not end in time; the host ends the rest of it", reason=str(error), states=states)

@@ -45,10 +45,11 @@ class _WorkerList(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Control calls to the router at `url`."""
+    """Control calls to the router at `url`; `metrics_url` is where Prometheus reads, where that was told."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, metrics_url: str = "") -> None:
         self.url = url
+        self.metrics_url = metrics_url
         self._session = session
 
     async def wait_answering(self, timeout_s: float) -> None:

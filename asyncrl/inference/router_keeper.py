@@ -3,6 +3,7 @@
 Invariants
 - A new router is told of every engine that the old one knew; requests that meet none in between are the client's to
   repeat.
+- A process that cannot be started counts as one that ended.
 - `run` returns when the router is not wanted any more, and raises EngineError with the log's tail when it never
   answered, or ended more often than the policy allows. It raises nothing else.
 """
@@ -10,18 +11,18 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 
 from asyncrl.config.inference import HealthConfig
-from asyncrl.errors import EngineError
-from asyncrl.host import ProcessExit, ProcessSpec
+from asyncrl.errors import EngineError, HostLostError
+from asyncrl.host import ProcessSpec
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.events import ProcessRestarting, RouterRestarted
-from asyncrl.inference.exits import describe_exit, indent
+from asyncrl.inference.events import ProcessGivenUp, ProcessRestarting, RouterRestarted
+from asyncrl.inference.exits import describe_exit, last_lines
 from asyncrl.inference.health import watch_health
 from asyncrl.inference.restarts import RestartHistory, RestartPolicy
 from asyncrl.inference.routing import Routing
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 GRACE_S = 1.0
-TAIL_LINES = 20
 
 
 class RouterKeeper:
@@ -44,7 +44,7 @@ class RouterKeeper:
         spec: ProcessSpec,
         *,
         host: EngineHost,
-        engines: Iterable[ManagedEngine],
+        engines: Sequence[ManagedEngine],
         policy: RestartPolicy,
         health: HealthConfig,
         start_timeout_s: float,
@@ -72,16 +72,18 @@ class RouterKeeper:
     async def run(self) -> None:
         history = RestartHistory()
         while not self._unwanted.is_set():
-            exited = await self._live()
+            await self._live()
             answered, self.answers = self.answers, False
             if self._unwanted.is_set():
                 return
             self._ended_at = anyio.current_time()
-            when = "while engines need it" if answered else "before it answered"
-            failure, self._failure = self._failure, None
-            failure = failure or EngineError(describe_exit(self._spec.name, exited, self._log_path, when))
+            failure = self._failure or EngineError(f"{self._spec.name} ended")
+            if not (answered or self.restarts):
+                raise failure
             history, delay_s = self._policy.after_end(history, self._ended_at)
-            if delay_s is None or not (answered or self.restarts):
+            if delay_s is None:
+                restarts = len(history.restarts)
+                self._events.emit(ProcessGivenUp(name=self._spec.name, restarts=restarts, reason=str(failure)))
                 raise failure
             self._events.emit(
                 ProcessRestarting(
@@ -102,36 +104,44 @@ class RouterKeeper:
         with contextlib.suppress(EngineError):
             await self._host.stop(self._spec.name, GRACE_S)
 
-    async def _live(self) -> ProcessExit:
-        await self._host.spawn(self._spec)
+    async def _live(self) -> None:
+        """One process from its spawn to its end, and why it ended in `_failure`."""
+        self._failure = None
+        try:
+            await self._host.spawn(self._spec)
+        except HostLostError:
+            raise
+        except EngineError as error:
+            self._failure = error
+            return
         if self._unwanted.is_set():  # it was stopped before there was a process to end
-            return await self._host.kill(self._spec.name)
+            with contextlib.suppress(EngineError):
+                await self._host.kill(self._spec.name)
+            return
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve)
             exited = await self._host.wait(self._spec.name)
             task_group.cancel_scope.cancel()
-        return exited
+        if self._failure is None:
+            when = "while engines need it" if self.answers else "before it answered"
+            self._failure = EngineError(describe_exit(self._spec.name, exited, self._log_path, when))
 
     async def _serve(self) -> None:
         router = self._routing.router
         try:
             await router.wait_answering(self._start_timeout_s)
         except TimeoutError as error:
-            tail = indent(await self._host.tail(self._spec.name, TAIL_LINES))
-            await self._kill(f"{error}. Last lines of {self._log_path}:\n{tail}")
+            await self._kill(f"{error}. {await last_lines(self._host, self._spec)}")
             return
         self.answers = True
-        refused = await self._routing.restore(self._engines)
-        for engine in self._engines:
-            if engine.engine_id in refused:
-                await self._quarantine(engine, refused[engine.engine_id])
+        await self._routing.restore(self._engines, self._quarantine)
         if self._ended_at is not None:
             known = sum(engine.routed for engine in self._engines)
             seconds = anyio.current_time() - self._ended_at
             self._events.emit(RouterRestarted(router=self._spec.name, engines=known, seconds=seconds))
         self._on_answer()
         async with anyio.create_task_group() as task_group:
-            task_group.start_soon(self._routing.tend, self._engines)
+            task_group.start_soon(self._routing.tend, self._engines, self._quarantine)
             await watch_health(
                 self._spec.name, self._health, subject=self._subject, probe=self._probe, convict=self._convict
             )

@@ -1,10 +1,12 @@
 """Which engines the router knows, kept true over the deaths of either side.
 
 Invariants
-- `engine.routed` says that the router knows the engine, or will as soon as it answers again. It is set before the
-  router is told and cleared before the engine is taken out: the router never knows an engine of which it is not said.
+- `engine.routed` says that the router knows the engine, or is to as soon as it can: it is set before the router is told
+  and cleared before the engine is taken out. The router never knows an engine of which it is not said, and what is said
+  and not so yet is owed: `tend`, which runs beside each router, makes it so.
 - A router that is down refuses nothing: whoever is routed is told to the next one (`restore`), and a dead router
-  knows nobody.
+  knows nobody. An engine that is being updated, or whose memory is away, may be unable to answer a router that looks it
+  up: it is not to blame for that, and is told again once it serves.
 - An engine that is taken out while it is being added ends up unknown. The router lists a worker only some time after it
   was asked to, so `tend` looks for latecomers afterwards; nobody waits for them.
 """
@@ -12,13 +14,15 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
 
+from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.router import RouterClient
+from asyncrl.inference.lifecycle import ROUTABLE
+from asyncrl.inference.router import WORKER_TIMEOUT_S, RouterClient, Worker
 from asyncrl.inference.sessions import on_each
 
 REMOVE_TIMEOUT_S = 1.0
@@ -27,6 +31,11 @@ ANSWER_TIMEOUT_S = 2.0
 LATE_S = 12.0
 """How long a router may still come to list a worker (`worker_startup_timeout_secs`, and a little)."""
 LOOK_S = 0.1
+PROBE_PATIENCE_S = 5.0
+"""From the end of a router to an answer through its successor; 0.2 s measured."""
+
+Refuse = Callable[[ManagedEngine, str], Awaitable[None]]
+"""What becomes of an engine that serves and that the router does not take, with the reason."""
 
 
 class Routing:
@@ -35,35 +44,24 @@ class Routing:
     def __init__(self, router: RouterClient) -> None:
         self.router = router
         self._adding: list[tuple[ManagedEngine, anyio.CancelScope]] = []
+        self._owed: list[ManagedEngine] = []
+        """Routed, and not known to be listed."""
         self._interrupted = anyio.Event()
 
     async def add(self, engine: ManagedEngine) -> None:
-        """Makes the router send requests to `engine`; raises EngineError when a router that lives refuses it."""
-        engine.routed = True
-        adding = (engine, anyio.CancelScope())
-        self._adding.append(adding)
-        try:
-            with adding[1]:
-                await self._ask_twice(engine)
-        except (EngineError, TimeoutError) as error:
-            engine.routed = False
-            raise EngineError(str(error)) from error
-        finally:
-            self._adding.remove(adding)
+        """Makes the router send requests to `engine`; raises EngineError when a router that lives refuses it.
 
-    async def _ask_twice(self, engine: ManagedEngine) -> None:
-        """The one that refused first may have been a router on its end, and the one that lives its successor."""
-        for last in (False, True):
-            try:
-                await self.router.add(engine.endpoint.url)
-            except (EngineError, TimeoutError) as error:
-                if not await self._lives():
-                    return
-                if last or isinstance(error, TimeoutError):
-                    raise
-            else:
-                engine.changed()
-                return
+        Nothing to do for an engine that has left service meanwhile.
+        """
+        if engine.state not in ROUTABLE:
+            return
+        engine.routed = True
+        try:
+            await self._tell(engine, WORKER_TIMEOUT_S)
+        except EngineError:
+            engine.routed = False
+            self._interrupted.set()  # the router may list it all the same
+            raise
 
     async def remove(self, engine: ManagedEngine) -> None:
         """No new request reaches `engine`; those that run in it go on."""
@@ -81,17 +79,19 @@ class Routing:
         if not gone:  # the router stands still for a moment, or for good: `tend` sees to it
             self._interrupted.set()
 
-    async def restore(self, engines: Iterable[ManagedEngine]) -> dict[str, str]:
-        """Tells a new router of everyone who is routed; engine id → reason for those that it does not take."""
-        return await on_each([engine for engine in engines if engine.routed], self.add)
+    async def restore(self, engines: Iterable[ManagedEngine], refuse: Refuse) -> None:
+        """Tells a new router of everyone who is routed."""
+        self._owed = [engine for engine in engines if engine.routed]
+        await self._pay((), refuse)
 
-    async def tend(self, engines: Iterable[ManagedEngine]) -> None:
-        """Takes out whoever the router comes to list after being taken out; runs beside it until cancelled."""
+    async def tend(self, engines: Iterable[ManagedEngine], refuse: Refuse) -> None:
+        """Takes out whoever the router lists and should not, and adds whom it owes; beside it, until cancelled."""
         while True:
-            await self._interrupted.wait()
+            if not self._owed:
+                await self._interrupted.wait()
             self._interrupted = anyio.Event()
             until, looked_at = anyio.current_time() + LATE_S, 0.0
-            while looked_at < until:
+            while looked_at < until or self._owed:
                 with contextlib.suppress(EngineError, TimeoutError):
                     listed = await self.router.workers()
                     routed = {engine.endpoint.url for engine in engines if engine.routed}
@@ -99,7 +99,73 @@ class Routing:
                         if worker.url not in routed and not worker.leaving:
                             await self.router.remove(worker.url, REMOVE_TIMEOUT_S)
                     looked_at = anyio.current_time()
+                    await self._pay(listed, refuse)
                 await anyio.sleep(LOOK_S)
+
+    async def probe(self, version: str | None, patience_s: float = PROBE_PATIENCE_S) -> None:
+        """A generation through the router; one that was just started again is given time. Raises EngineError."""
+        until = anyio.current_time() + patience_s
+        while True:
+            try:
+                await self.router.probe(version)
+                return
+            except EngineError:
+                if anyio.current_time() > until:
+                    raise
+                await anyio.sleep(LOOK_S)
+
+    async def _pay(self, listed: Sequence[Worker], refuse: Refuse) -> None:
+        """One try for each engine that is owed and not `listed`; one that serves throughout and fails is refused."""
+        known = {worker.url for worker in listed if worker.is_healthy and not worker.leaving}
+        self._owed = [e for e in self._owed if e.routed and e.endpoint.url not in known]
+        before = {engine: engine.moves for engine in self._owed}
+
+        async def tell(engine: ManagedEngine) -> None:
+            # Without hope as long as it cannot answer: the next try, once it serves, is not to wait for this one.
+            await self._tell(engine, WORKER_TIMEOUT_S if engine.state is EngineState.SERVING else LATE_S)
+            self._settle(engine)
+
+        failed = await on_each(list(before), tell)
+        for engine, moves in before.items():
+            if engine.engine_id in failed and engine.moves == moves and engine.state is EngineState.SERVING:
+                self._settle(engine)
+                engine.routed = False
+                self._interrupted.set()
+                await refuse(engine, failed[engine.engine_id])
+
+    def _settle(self, engine: ManagedEngine) -> None:
+        self._owed = [other for other in self._owed if other is not engine]
+
+    async def _tell(self, engine: ManagedEngine, timeout_s: float) -> None:
+        """Raises EngineError when a router that lives refuses; one that ends meanwhile is followed by `restore`."""
+        adding = (engine, anyio.CancelScope())
+        self._adding.append(adding)
+        try:
+            with adding[1]:
+                await self._ask_twice(engine, timeout_s)
+        except (EngineError, TimeoutError) as error:
+            raise EngineError(str(error)) from error
+        except BaseException:  # cancelled: whether the router took it in is `tend`'s to find out
+            self._settle(engine)
+            self._owed.append(engine)
+            self._interrupted.set()
+            raise
+        finally:
+            self._adding.remove(adding)
+
+    async def _ask_twice(self, engine: ManagedEngine, timeout_s: float) -> None:
+        """The one that refused first may have been a router on its end, and the one that lives its successor."""
+        for last in (False, True):
+            try:
+                await self.router.add(engine.endpoint.url, timeout_s)
+            except (EngineError, TimeoutError) as error:
+                if not await self._lives():
+                    return
+                if last or isinstance(error, TimeoutError):
+                    raise
+            else:
+                engine.changed()
+                return
 
     async def _lives(self) -> bool:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import anyio
 
 from asyncrl.errors import EngineError
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError, PauseMode
 
@@ -24,7 +25,9 @@ PAUSE_MODES: Mapping[str, PauseMode] = {
 """How engines are paused, by weights.on_update."""
 
 
-async def open_session(engine: ManagedEngine, version: str, *, verify: bool, mode: PauseMode = "retract") -> None:
+async def open_session(
+    engine: ManagedEngine, version: str, *, verify: bool, deadlines: Deadlines, mode: PauseMode = "retract"
+) -> None:
     """Makes `engine` ready to receive.
 
     `mode` is what becomes of running requests. To `verify`, one without weights of this run is given a baseline first.
@@ -33,36 +36,36 @@ async def open_session(engine: ManagedEngine, version: str, *, verify: bool, mod
         raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
     client = engine.client
     if not engine.offloaded:
-        await client.pause(mode)
-    await client.set_version(f"torn:{version}")
-    await client.begin_weight_update()
+        await client.pause(mode, deadlines.pause_s)
+    await client.set_version(f"torn:{version}", deadlines.step_s)
+    await client.begin_weight_update(deadlines.step_s)
     if engine.version is None and verify:
-        await client.check_weights("reset_tensors")
-        engine.baseline = await client.check_weights("checksum")
+        await client.check_weights("reset_tensors", timeout_s=deadlines.walk_s)
+        engine.baseline = await client.check_weights("checksum", timeout_s=deadlines.walk_s)
 
 
-async def close_session(engine: ManagedEngine, *, restored: str | None) -> None:
+async def close_session(engine: ManagedEngine, *, restored: str | None, deadlines: Deadlines) -> None:
     """Ends a session that may not be open, and the pause. Without a version to go back to, its requests are aborted."""
     client = engine.client
     try:
-        await client.end_weight_update()
+        await client.end_weight_update(deadlines.walk_s)
     except EngineRequestError as error:
         if error.status != 400:  # 400: no session is open
             raise
     if restored is not None:
-        await client.set_version(restored)
+        await client.set_version(restored, deadlines.step_s)
     else:
-        await client.abort_all()
-    await resume(engine)
+        await client.abort_all(deadlines.step_s)
+    await resume(engine, deadlines)
     if restored is None:
         # Requests that waited in the HTTP server while it was paused enter the scheduler only now.
-        await client.abort_all()
+        await client.abort_all(deadlines.step_s)
 
 
-async def resume(engine: ManagedEngine) -> None:
+async def resume(engine: ManagedEngine, deadlines: Deadlines) -> None:
     """Ends the pause, unless memory of the engine is still away."""
     if not engine.offloaded:
-        await engine.client.resume()
+        await engine.client.resume(deadlines.step_s)
 
 
 async def on_each(engines: Iterable[ManagedEngine], step: Callable[[ManagedEngine], Awaitable[None]]) -> dict[str, str]:

@@ -5,6 +5,7 @@ Invariants
   commit = close the session → verify → stamp `<version>` → continue → serve. In this order no sample shows a torn span.
 - Whatever raises or is cancelled: the lease has ended, and no engine is left paused. An engine whose weights may be
   torn is out of the router and waits for the next publication; one that does not answer is killed.
+- An engine that hangs holds the others up for a bounded time (`deadlines`), whatever the step.
 - An engine is registered with the router only here, and only once it serves the published version.
 - A lease that passes its deadline is taken back.
 """
@@ -22,22 +23,15 @@ from anyio.abc import TaskGroup
 from asyncrl.config.inference import WeightsConfig
 from asyncrl.data.fleet import EngineState, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.events import WeightUpdateAborted, WeightUpdateBegun, WeightUpdateCommitted
 from asyncrl.inference.leases import LeaseBook, sort_acks
-from asyncrl.inference.lifecycle import UPDATABLE
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.sessions import PAUSE_MODES, close_session, on_each, open_session, reason_of, resume
 from asyncrl.inference.verify import Checksums, abbreviate, disagreement, unreceived
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
-
-TAKE_BACK_TIMEOUT_S = 3.0
-"""For an engine to end its session and go on after a failed update; one that takes longer is killed."""
-
-PROBE_PATIENCE_S = 5.0
-"""From the end of a router to an answer through its successor; 0.2 s measured."""
-PROBE_PAUSE_S = 0.1
 
 _Member = tuple[ManagedEngine, int]
 """An engine and the generation of the process that is meant."""
@@ -61,6 +55,7 @@ class WeightUpdates:
         engines: Sequence[ManagedEngine],
         routing: Routing,
         config: WeightsConfig,
+        deadlines: Deadlines,
         *,
         quarantine: Quarantine,
         events: EventLog,
@@ -74,6 +69,8 @@ class WeightUpdates:
         self._engines = engines
         self._routing = routing
         self._config = config
+        self.deadlines = deadlines
+        """Of the steps on each engine: how long they hold the others up, at most."""
         self._quarantine = quarantine
         self._events = events
         self._task_group = task_group
@@ -107,7 +104,7 @@ class WeightUpdates:
         """
         async with self._lock:
             current = self.published is not None and self.published.version == version and self._book.open is None
-            if engine.state is not EngineState.UPDATING:
+            if engine.state is not EngineState.UPDATING or engine.leaving:
                 return False
             if not current:
                 engine.move(EngineState.PENDING_WEIGHTS, "newer weights are being published")
@@ -131,7 +128,7 @@ class WeightUpdates:
     async def _begin(self, version: str) -> UpdateLease:
         async with self._lock:
             lease_id = self._book.next_id(version)
-            engines = [engine for engine in self._engines if engine.state in UPDATABLE]
+            engines = [engine for engine in self._engines if engine.takes_weights]
             if not engines:
                 states = ", ".join(f"{e.engine_id} is {e.state}" for e in self._engines)
                 raise WeightUpdateError(f"weights {version} have no engine to go to: {states}")
@@ -142,7 +139,10 @@ class WeightUpdates:
             try:
                 verify = self._config.verify != "never"
                 mode = PAUSE_MODES[self._config.on_update]
-                failed = await on_each(engines, lambda engine: open_session(engine, version, verify=verify, mode=mode))
+                failed = await on_each(
+                    engines,
+                    lambda engine: open_session(engine, version, verify=verify, deadlines=self.deadlines, mode=mode),
+                )
                 await self._drop(failed, members)
                 ready = [e for e in engines if e.engine_id not in failed and e.state is EngineState.UPDATING]
                 if not ready:
@@ -188,13 +188,16 @@ class WeightUpdates:
             holders, missing = sort_acks(lease, acks, generations)
             engines = [leased[i] for i in holders if leased[i].state is EngineState.UPDATING]
             try:
-                engines = await self._narrow(engines, missing, lambda engine: engine.client.end_weight_update())
+                walk_s, step_s = self.deadlines.walk_s, self.deadlines.step_s
+                engines = await self._narrow(engines, missing, lambda engine: engine.client.end_weight_update(walk_s))
                 verified = await self._verify(engines, missing, lease.version)
                 engines = [engine for engine in engines if engine.engine_id not in missing]
-                engines = await self._narrow(engines, missing, lambda engine: engine.client.set_version(lease.version))
+                engines = await self._narrow(
+                    engines, missing, lambda engine: engine.client.set_version(lease.version, step_s)
+                )
                 if not engines:
                     raise EnginesLostError(f"weights {lease.version}: no engine holds them: {_told(missing)}")
-                engines = await self._narrow(engines, missing, resume)
+                engines = await self._narrow(engines, missing, lambda engine: resume(engine, self.deadlines))
                 await self._drop(missing, members)
                 engines = [engine for engine in engines if engine.state is EngineState.UPDATING]
                 if not engines:
@@ -223,7 +226,7 @@ class WeightUpdates:
             self._signal_end()
             await self._route(engines)
             if first and any(engine.state is EngineState.SERVING for engine in engines):
-                await self._probe_router(lease.version)
+                await self._routing.probe(lease.version)
 
     async def abort(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         """Takes the engines back; those in `failed` are quarantined. Nothing to do for a lease that has ended.
@@ -247,7 +250,7 @@ class WeightUpdates:
         checksums: dict[str, Checksums] = {}
 
         async def read(engine: ManagedEngine) -> None:
-            checksums[engine.engine_id] = await engine.client.check_weights("checksum")
+            checksums[engine.engine_id] = await engine.client.check_weights("checksum", timeout_s=self.deadlines.walk_s)
 
         missing |= await on_each(engines, read)
         wrong: dict[str, str] = {}
@@ -269,18 +272,6 @@ class WeightUpdates:
         for engine in engines:
             engine.baseline = None
         return True
-
-    async def _probe_router(self, version: str) -> None:
-        """A generation through the router; one that was just started again is given `PROBE_PATIENCE_S`."""
-        until = anyio.current_time() + PROBE_PATIENCE_S
-        while True:
-            try:
-                await self._routing.router.probe(version)
-                return
-            except EngineError:
-                if anyio.current_time() > until:
-                    raise
-                await anyio.sleep(PROBE_PAUSE_S)
 
     async def _route(self, engines: Sequence[ManagedEngine]) -> None:
         """Registers those that the router does not know; raises EngineError if it takes none.
@@ -349,8 +340,8 @@ class WeightUpdates:
             keep = untouched and engine.version is not None
             if not keep:
                 await self._routing.remove(engine)
-            with waiting("end of its weight update", engine.engine_id, TAKE_BACK_TIMEOUT_S):
-                await close_session(engine, restored=engine.version if keep else None)
+            with waiting("end of its weight update", engine.engine_id, self.deadlines.take_back_s):
+                await close_session(engine, restored=engine.version if keep else None, deadlines=self.deadlines)
             if engine.state is EngineState.UPDATING:
                 if not keep:
                     engine.version = None

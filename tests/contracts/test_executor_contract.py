@@ -13,7 +13,7 @@ from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
 from tests.contracts.fakes import FakeExecutor
 from tests.rollout.conftest import StartExecutor, anyio_backend, events, prompts, start_executor, tokenizer
-from tests.scripted_engine import scripted_engine
+from tests.scripted.answers import scripted_engine
 
 pytestmark = pytest.mark.anyio
 __all__ = ["anyio_backend", "events", "prompts", "start_executor", "tokenizer"]  # fixtures

@@ -50,6 +50,13 @@ async def eventually(satisfied: Callable[[], bool], timeout_s: float = 3.0) -> N
             await anyio.sleep(0.01)
 
 
+async def dispose_within(fleet: Fleet, seconds: float) -> None:
+    """Disposal cannot be cancelled, so it is timed."""
+    began = anyio.current_time()
+    await fleet.controller.dispose()
+    assert anyio.current_time() - began < seconds
+
+
 StartFleet = Callable[..., AbstractAsyncContextManager[Fleet]]
 
 
@@ -98,6 +105,7 @@ def start_fleet(tmp_path: Path) -> StartFleet:
         layout: ProcessLayout | None = None,
         **config: dict[str, Any],
     ) -> AsyncIterator[Fleet]:
+        (tmp_path / "model.safetensors").touch()  # a model of no size: deadlines are at their least
         device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
         scripts = [ScriptedEngine(tensors, device=device) for _ in range(engines)]
         router = ScriptedRouter()

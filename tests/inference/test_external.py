@@ -14,8 +14,8 @@ import pytest
 
 from asyncrl.config.layout import ExternalEngine
 from asyncrl.errors import EngineError
-from asyncrl.inference import external_keeper
-from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
+from asyncrl.inference import deadlines
+from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.test_recovery import FAST, publish, serves
 from tests.scripted import ScriptedEngine, freeze, refuse
 
@@ -172,12 +172,11 @@ async def test_disposal_leaves_it_alive_unpaused_idle_and_without_a_session(star
 async def test_disposal_does_not_wait_for_one_that_hangs(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_keeper, "LEAVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(deadlines, "TAKE_BACK_S", 0.3)
     async with beside_one_stranger(start_fleet) as (fleet, stranger):
         await publish(fleet, "0.0", None)
         stranger.engine.suspend()
-        with anyio.fail_after(2):
-            await fleet.controller.dispose()
+        await dispose_within(fleet, 2)
 
 
 async def test_it_is_stopped_and_started_like_others_but_lives_on(start_fleet: StartFleet, tmp_path: Path) -> None:

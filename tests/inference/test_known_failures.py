@@ -1,7 +1,15 @@
-"""Failures that systems of this kind are known for, provoked on scripted engines: each a behaviour of ours."""
+"""Failures that systems of this kind are known for, provoked on scripted engines: each a behaviour of ours.
+
+Others of the kind stand where they belong. An engine that answers and generates nothing: `test_controller`. A group
+that never forms, tensors that an engine ignores: `test_transaction_faults`, `test_updates`. Circuits, paused and silent
+engines behind the real router: `test_router`. An engine that comes back again and again: `test_router`,
+`test_pause_window`. Ports: `test_ports`. Swallowed and lost answers: `tests/rollout/test_engine_client`. Orphans:
+`tests/host`. All of it on real engines: `tests/system`.
+"""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,12 +18,15 @@ import msgspec
 import pytest
 import torch
 
+from asyncrl.config import Config
 from asyncrl.errors import TrainerError
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.rollout.engine_client import EngineClient as RolloutClient
 from asyncrl.rollout.retry import RetryPolicy
 from asyncrl.rollout.wire import Generation
+from asyncrl.weights.transports.process_group import TransferGroup
 from tests.inference.conftest import StartFleet, eventually
+from tests.inference.test_recovery import publish, serves
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine, instead
 
@@ -156,3 +167,80 @@ async def test_a_recovered_engine_answers_first_with_the_published_weights(
             assert holds(victim, tensors_of("0.1"))
         await r.publish("0.2")
         assert r.serves(0, "0.2") and r.serves(1, "0.2")
+
+
+async def ask_at_once(router_url: str, requests: int, *, retries: int) -> list[Generation]:
+    """As many requests as are wanted, all at once; raises where one has no answer in the end."""
+    generations: list[Generation] = []
+    policy = RetryPolicy(retries=retries, patience_s=10.0, first_delay_s=0.1)
+    client = RolloutClient(router_url, vocab_size=1 << 20, concurrency=requests, timeout_s=2.0, policy=policy)
+
+    async def one(number: int) -> None:
+        generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))
+
+    async with client, anyio.create_task_group() as task_group:
+        for number in range(requests):
+            task_group.start_soon(one, number)
+    return generations
+
+
+async def test_a_hundred_requests_right_after_the_first_publication_need_no_second_try(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await publish(fleet, "0.0", None)
+        answers = await ask_at_once(fleet.controller.router_url, 100, retries=0)
+        assert [len(answer.output_ids) for answer in answers] == [TOKENS] * 100
+
+
+@pytest.mark.parametrize("how_long", ["shorter than a conviction", "for good"])
+async def test_traffic_returns_by_itself_after_all_engines_stood_still(
+    start_fleet: StartFleet, tmp_path: Path, how_long: str
+) -> None:
+    health = {"interval_s": 0.1, "timeout_s": 0.3, "failures": 2}
+    async with start_fleet(2, restarts=3, health=health) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        for engine in fleet.engines:
+            engine.suspend()
+        if how_long == "for good":
+            await eventually(lambda: [engine.lives for engine in fleet.engines] == [2, 2], 5)
+            lives = [2, 2]
+        else:
+            await anyio.sleep(0.25)
+            for engine in fleet.engines:
+                engine.go_on()
+            lives = [1, 1]
+        answers = await ask_at_once(fleet.controller.router_url, 16, retries=5)
+        assert [len(answer.output_ids) for answer in answers] == [TOKENS] * 16
+        assert {span.version for answer in answers for span in answer.versions} == {"0.0"}
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
+        assert [engine.lives for engine in fleet.engines] == lives
+    assert fleet.failures == []
+
+
+async def test_every_server_is_bound_to_the_address_under_which_it_is_told(start_fleet: StartFleet) -> None:
+    """There is one setting for both, an address and no name, since all servers of a job stay on loopback."""
+    async with start_fleet(1, run={"host": "127.0.0.2"}) as fleet:
+        await publish(fleet, "0.0", None)
+        for spec in fleet.host.specs.values():
+            bound = [spec.argv[i + 1] for i, flag in enumerate(spec.argv) if flag in ("--host", "--prometheus-host")]
+            assert set(bound) == {"127.0.0.2"}
+        view = fleet.controller.fleet()
+        told = [view.router_url, *view.metrics_urls.values(), *(status.endpoint.url for status in view.engines)]
+        assert all(url.startswith("http://127.0.0.2:") for url in told)
+        assert serves(fleet, 0, "0.0")
+        assert len(await ask_at_once(view.router_url, 1, retries=0)) == 1
+
+
+def test_the_address_of_a_job_is_never_a_name() -> None:
+    assert Config.model_validate({"run": {"host": "localhost"}}).run.host == "127.0.0.1"
+
+
+async def test_the_wire_of_the_weights_is_bound_to_that_address_too() -> None:
+    group = TransferGroup("gloo", "wire", 2, "127.0.0.2", timeout_s=1.0)
+    try:
+        with socket.create_connection(("127.0.0.2", group.port), timeout=1.0):
+            pass
+        for elsewhere in ("127.0.0.1", "127.0.0.3"):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((elsewhere, group.port), timeout=1.0)
+    finally:
+        group.drop()

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from asyncrl.config.layout import EnginePlacement
 from asyncrl.errors import EngineError
 from asyncrl.inference.router import RouterClient
-from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
+from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.test_recovery import FAST, publish, serves
 from tests.scripted import ScriptedEngine, ScriptedRouter, freeze, hang
 
@@ -154,8 +153,7 @@ async def test_requests_through_its_router_are_answered(start_fleet: StartFleet)
 async def test_disposal_ends_it_with_the_rest(start_fleet: StartFleet) -> None:
     async with with_judge(start_fleet) as judged:
         await judged.fleet.controller.wait_ready()
-        with anyio.fail_after(2):
-            await judged.fleet.controller.dispose()
+        await dispose_within(judged.fleet, 2)
         assert not judged.judges[0].alive and not judged.router.alive
         assert judged.states() == ["stopped"]
     assert judged.fleet.failures == []

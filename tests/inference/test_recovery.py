@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
-from tests.inference.conftest import Fleet, StartFleet, eventually
+from tests.inference.conftest import Fleet, StartFleet, dispose_within, eventually
 from tests.inference.test_updates import acks, deliver, tensors_of
 from tests.scripted import die, freeze, instead
 from tests.scripted.faults import garbage, hang
@@ -271,8 +271,7 @@ async def test_a_fleet_that_waits_to_restart_an_engine_is_disposed_of_at_once(st
         fleet.engines[0].exit_code = 1
         await fleet.host.kill("engine-0")
         await eventually(lambda: fleet.kinds().count("process_restarting") == 3, 6)  # the next pause is 2 s
-        with anyio.fail_after(1):
-            await fleet.controller.dispose()
+        await dispose_within(fleet, 1)
     assert fleet.failures == []
 
 

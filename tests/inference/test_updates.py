@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
-from asyncrl.inference import updates
+from asyncrl.inference.routing import Routing
 from tests.inference.conftest import Fleet, StartFleet, eventually
 from tests.scripted import hang, refuse
 
@@ -90,7 +90,8 @@ async def test_running_requests_are_paused_as_configured(start_fleet: StartFleet
 async def test_the_first_publication_is_probed_through_the_router(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates, "PROBE_PATIENCE_S", 0.2)
+    patient = Routing.probe
+    monkeypatch.setattr(Routing, "probe", lambda routing, version: patient(routing, version, 0.2))
     async with start_fleet(1) as fleet:
         await fleet.controller.wait_ready()
         fleet.router.faults.add(refuse("generate", 503, times=None))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.data.fleet import EngineState
-from asyncrl.inference import engine_api, updates
+from asyncrl.inference import deadlines, engine_api
 from asyncrl.inference import router as router_client
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.observability.waits import waiting
@@ -48,7 +48,7 @@ def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine_api, "waiting", impatient)
     monkeypatch.setattr(router_client, "waiting", impatient)
-    monkeypatch.setattr(updates, "TAKE_BACK_TIMEOUT_S", CALL_S)
+    monkeypatch.setattr(deadlines, "TAKE_BACK_S", CALL_S)
     monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.5)
     monkeypatch.setattr(broadcast, "CANCEL_GRACE_S", 1.0)
     monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)

@@ -14,7 +14,7 @@ from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.rewards.pool import ProcessHost
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted.answers import AnsweringEngine
 from tests.tiny_policy import write_policy
 
 StartExecutor = Callable[..., AbstractAsyncContextManager[RolloutExecutor]]
@@ -48,7 +48,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
 
     @asynccontextmanager
     async def start(
-        engine: ScriptedEngine, *, host: ProcessHost | None = None, **sections: dict[str, Any]
+        engine: AnsweringEngine, *, host: ProcessHost | None = None, **sections: dict[str, Any]
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
             "model": {"path": tmp_path},

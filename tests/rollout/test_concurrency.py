@@ -13,7 +13,7 @@ from asyncrl.rollout.concurrency import ConcurrencyPolicy
 from asyncrl.rollout.engine_control import EngineLoad
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, told
-from tests.scripted_engine import Action, scripted_engine
+from tests.scripted.answers import Action, scripted_engine
 
 LOADS = st.lists(
     st.builds(EngineLoad, running=st.integers(0, 512), waiting=st.integers(0, 512), token_usage=st.floats(0, 1)),
@@ -88,7 +88,7 @@ async def test_an_overloaded_engine_gets_fewer_requests_and_more_once_it_recover
     start_executor: StartExecutor, events: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(concurrency_module, "INTERVAL_S", 0.05)
-    rollout = {"adaptive_concurrency": True, "concurrency": 40, "max_staleness": 20}
+    rollout = {"adaptive_concurrency": True, "concurrency": 40, "max_staleness": 300}
     async with scripted_engine(lambda request, number: Action(latency_s=0.02)) as engine:
         engine.load = (10, 100, 0.2)
         async with start_executor(engine, rollout=rollout) as executor:

@@ -17,7 +17,7 @@ from asyncrl.rollout.engine_client import EngineClient, GenerationFailed
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryPolicy
 from asyncrl.rollout.wire import Generation
-from tests.scripted_engine import Action, Fault, ScriptedEngine, scripted_engine
+from tests.scripted.answers import Action, AnswerFault, AnsweringEngine, scripted_engine
 
 PROMPT = msgspec.Raw(b"[1,2]")
 SAMPLING = msgspec.Raw(b"{}")
@@ -47,11 +47,11 @@ async def client_of(
             yield client
 
 
-def failing_first(fault: Fault | None, times: int, status: int = 500) -> ScriptedEngine:
+def failing_first(fault: AnswerFault | None, times: int, status: int = 500) -> AnsweringEngine:
     def script(request: dict[str, object], number: int) -> Action:
         return Action(fault=fault, status=status) if number < times else Action()
 
-    return ScriptedEngine(script=script)
+    return AnsweringEngine(script=script)
 
 
 async def generate(client: EngineClient, sample_id: str = "00000000.000") -> Generation:
@@ -68,7 +68,7 @@ async def generate(client: EngineClient, sample_id: str = "00000000.000") -> Gen
         ("abort", FailureKind.ABORTED),
     ],
 )
-async def test_a_fault_that_passes_costs_attempts_but_not_the_sample(fault: Fault, kind: FailureKind) -> None:
+async def test_a_fault_that_passes_costs_attempts_but_not_the_sample(fault: AnswerFault, kind: FailureKind) -> None:
     heard: list[RequestFailed] = []
     async with (
         scripted_engine(failing_first(fault, 2).script) as engine,
@@ -96,7 +96,7 @@ async def test_a_fault_that_stays_fails_the_sample_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("fault", ["status", "refuse"])
-async def test_what_the_engine_refuses_is_not_sent_again(fault: Fault) -> None:
+async def test_what_the_engine_refuses_is_not_sent_again(fault: AnswerFault) -> None:
     async with scripted_engine(failing_first(fault, 99, status=400).script) as engine, client_of(engine.url) as client:
         with pytest.raises(GenerationFailed, match="refused"):
             await generate(client)
@@ -127,7 +127,7 @@ async def test_after_a_failure_of_the_engine_another_one_is_asked_for_and_after_
     keys: list[str] = []
 
     def script(request: dict[str, object], number: int) -> Action:
-        faults: list[tuple[Fault | None, int]] = [("status", 503), ("drop", 0), ("status", 500), ("status", 429)]
+        faults: list[tuple[AnswerFault | None, int]] = [("status", 503), ("drop", 0), ("status", 500), ("status", 429)]
         fault, status = faults[number] if number < len(faults) else (None, 0)
         return Action(fault=fault, status=status)
 
@@ -170,13 +170,18 @@ async def test_requests_share_kv_with_those_of_the_same_weights_where_engines_ke
 async def test_a_router_that_is_not_there_yet_is_waited_for() -> None:
     async with scripted_engine() as gone:
         url = gone.url
-    failed = anyio.Event()
+    failed, answered = anyio.Event(), anyio.Event()
     async with client_of(url, retries=0, on_failure=lambda failure: failed.set()) as client:
+
+        async def ask() -> None:
+            await generate(client)
+            answered.set()
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, client)
+            tasks.start_soon(ask)
             await failed.wait()
-            async with scripted_engine(port=int(url.rsplit(":", 1)[1])) as engine:
-                await engine.until(lambda e: len(e.requests) == 1 and e.in_flight == 0)
+            async with scripted_engine(port=int(url.rsplit(":", 1)[1])):
+                await answered.wait()
         assert client.statistics().completed == 1
         assert set(client.statistics().failed_attempts) == {FailureKind.UNREACHABLE}
 

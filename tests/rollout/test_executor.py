@@ -24,7 +24,7 @@ from asyncrl.rollout.collection import Collection, FirstBatchCheck
 from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
-from tests.scripted_engine import Action, scripted_engine
+from tests.scripted.answers import Action, scripted_engine
 
 MODULE = "tests.rollout.reward_functions"
 

@@ -21,7 +21,7 @@ from asyncrl.rollout.wire import FailureKind
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, told
 from tests.rollout.test_executor import group_of, sample_of
-from tests.scripted_engine import Action, scripted_engine
+from tests.scripted.answers import Action, scripted_engine
 
 
 async def test_the_last_response_of_a_batch_that_is_swallowed_is_asked_for_again(

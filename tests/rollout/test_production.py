@@ -19,7 +19,7 @@ from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.test_executor import group_of, sample_of
-from tests.scripted_engine import Action, ScriptedEngine, scripted_engine
+from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
 MODULE = "tests.rollout.test_production"
 
@@ -28,7 +28,7 @@ def varied(request: dict[str, Any], number: int) -> Action:
     return Action(text="yes" if sample_of(request) % 2 else "no")
 
 
-def publish(engine: ScriptedEngine, executor: RolloutExecutor, step: int) -> None:
+def publish(engine: AnsweringEngine, executor: RolloutExecutor, step: int) -> None:
     engine.version = f"0.{step}"
     executor.set_weight_version(engine.version)
 

@@ -19,7 +19,7 @@ from asyncrl.rollout.ledger import GroupState
 from asyncrl.rollout.production import Issue
 from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout
 from tests.rollout.conftest import StartExecutor
-from tests.scripted_engine import Action, ScriptedEngine, scripted_engine
+from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
 PROMPTS = tuple(Prompt(f"p{i}", f"{i}", np.arange(i + 1, dtype=np.int32)) for i in range(5))
 
@@ -130,7 +130,7 @@ def held(names: set[str]) -> Any:
     return script
 
 
-async def saved_after_one_batch(start: StartExecutor, engine: ScriptedEngine, events: EventLog) -> dict[str, bytes]:
+async def saved_after_one_batch(start: StartExecutor, engine: AnsweringEngine, events: EventLog) -> dict[str, bytes]:
     """Batch 0 was trained, groups 3 and 5 are finished, 4 runs."""
     missing, there = {"00000003", "00000005"}, anyio.Event()
 

@@ -18,7 +18,7 @@ from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, fleet_of, told
 from tests.rollout.test_executor import group_of, sample_of
 from tests.scripted import Latency, hang
-from tests.scripted_engine import Action, scripted_engine
+from tests.scripted.answers import Action, scripted_engine
 
 STEPS = 4
 BRISK = Latency(token_s=0.002)

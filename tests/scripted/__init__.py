@@ -3,8 +3,8 @@
 A scripted engine speaks the engine's HTTP API with real sockets, holds real tensors, joins real gloo groups, and keeps
 the real engine's order of locks; only its tokens are made up. Faults are data (`Fault`), set for the nth call of an
 endpoint. The pieces: `faults` (what goes wrong, when), `server` (a process's life on a port), `generation` (requests,
-pauses, versions), `weights` (tensors, groups), `engine` (the endpoints), `router`, `host`, and
-`python -m tests.scripted` for engines in a process of their own.
+pauses, versions), `weights` (tensors, groups), `engine` (the endpoints), `router`, `host`, `answers` (an engine of
+which only the answers to requests matter), and `python -m tests.scripted` for engines in a process of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A scripted engine host: `spawn` starts the scripted engine or router of that name on the port in argv.
+"""A scripted engine host: `spawn` starts the scripted engine or router of that name on host and port in argv.
 
 Invariants, as of the real host
 - A name can be spawned again once its process has ended: fresh memory, new pid, the port in the new argv.
@@ -16,7 +16,7 @@ from types import TracebackType
 import anyio
 import anyio.abc
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host import ProcessExit, ProcessSpec
 from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
@@ -64,8 +64,8 @@ class ScriptedHost:
         self.specs[spec.name] = spec
         self.spawned.append(spec.name)
         process = self._processes[spec.name] = _Process(self.servers[spec.name])
-        port = int(spec.argv[spec.argv.index("--port") + 1])
-        await self._tasks.start(self._run, spec.name, port, process)
+        host, port = (spec.argv[spec.argv.index(flag) + 1] for flag in ("--host", "--port"))
+        await self._tasks.start(self._run, spec.name, host, int(port), process)
         process.pid = process.server.pid
         if self.dead:  # it died meanwhile
             process.server.kill()
@@ -104,11 +104,13 @@ class ScriptedHost:
         for process in self._processes.values():
             process.server.kill()
 
-    async def _run(self, name: str, port: int, process: _Process, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def _run(
+        self, name: str, host: str, port: int, process: _Process, *, task_status: anyio.abc.TaskStatus[None]
+    ) -> None:
         server = process.server
         returncode = -signal.SIGKILL  # of a spawn that is abandoned
         try:
-            returncode = await server.run(port, task_status=task_status)
+            returncode = await server.run(port, host, task_status=task_status)
         finally:
             process.exit = ProcessExit(name, server.pid, int(returncode), server.last_words, process.requested)
             process.ended.set()
@@ -123,7 +125,7 @@ class ScriptedHost:
 
     def _exit_of(self, process: _Process) -> ProcessExit:
         if self.dead or process.exit is None:
-            raise EngineError("engine host: it died")
+            raise HostLostError("engine host: it died")
         return process.exit
 
     def _process(self, name: str) -> _Process:
@@ -133,4 +135,4 @@ class ScriptedHost:
 
     def _check_alive(self) -> None:
         if self.dead:
-            raise EngineError("engine host: it died")
+            raise HostLostError("engine host: it died")

@@ -3,7 +3,7 @@
 Invariants
 - `run` is the process: it returns the exit code when the process was killed, and nothing of it is left then. It may be
   run again; memory is fresh each time, while the book and the record of calls are the test's and stay.
-- A handler goes on when its client leaves, as the engine's do; it ends with the process.
+- A handler goes on when its client leaves, as the engine's do (or ends, `ends_with_client`); it ends with the process.
 - A killed process resets its connections at once and never answers again.
 """
 
@@ -21,7 +21,7 @@ from aiohttp import web
 
 from tests.scripted.faults import Fault, FaultBook
 
-Handler = Callable[[dict[str, Any], web.Request], Awaitable[web.Response]]
+Handler = Callable[[dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 
 SIGKILL = -9
 _FIRST_PID = 5_000_001  # above the kernel's limit: no real process bears it, so nothing is read of or done to one
@@ -39,6 +39,9 @@ def error(message: str, status: int = 400) -> web.Response:
 
 class ScriptedServer:
     """What engine and router have in common; subclasses name their endpoints."""
+
+    ends_with_client = False
+    """Whether a handler ends when its client leaves."""
 
     def __init__(self) -> None:
         self.faults = FaultBook()
@@ -105,7 +108,9 @@ class ScriptedServer:
         self.fresh_memory()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        runner = self._runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
+        runner = self._runner = web.AppRunner(
+            app, handler_cancellation=self.ends_with_client, shutdown_timeout=0.01, access_log=None
+        )
         try:
             await runner.setup()
             await web.TCPSite(runner, host, port, reuse_address=True, backlog=4096).start()

@@ -173,7 +173,7 @@ async def test_a_frozen_scheduler_answers_pings_only_and_holds_what_continue_nee
 async def test_what_kills_the_engine_resets_its_connections_and_tells_the_host(kill: str) -> None:
     engine = ScriptedEngine(vocab_size=100)
     async with ScriptedHost({"engine-0": engine}, ScriptedRouter()) as host:
-        spec = ProcessSpec(name="engine-0", argv=("engine", "--port", "0"))
+        spec = ProcessSpec(name="engine-0", argv=("engine", "--host", "127.0.0.1", "--port", "0"))
         first = await host.spawn(spec)
         async with EngineClient.open("engine-0", engine.url) as client:
             await client.set_version("7")

@@ -1,0 +1,85 @@
+"""The router's list is made true in the end, whatever cuts a registration short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.errors import EngineError
+from tests.inference.conftest import StartFleet, eventually
+from tests.inference.test_eval_fleet import with_eval_fleet
+from tests.inference.test_recovery import serves
+from tests.inference.test_updates import acks, deliver
+from tests.scripted import ScriptedHost, hang, refuse
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_engine_whose_registration_was_cancelled_is_registered_all_the_same(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await fleet.controller.wait_ready()
+        lease = await fleet.controller.begin_weight_update("0.0")
+        deliver(fleet, "0.0")
+        fleet.router.faults.add(hang("add_worker", times=2))  # the router takes nothing in from these
+        with anyio.move_on_after(0.3) as scope:
+            await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
+        assert scope.cancelled_caught
+        assert fleet.states() == ["serving", "serving"]  # it was committed
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"), 5)
+    assert fleet.failures == []
+
+
+async def test_an_engine_that_the_router_refused_and_lists_all_the_same_is_taken_out(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
+        await evaluated.fleet.controller.start_eval_fleet()
+        evaluated.router.faults.add(refuse("add_worker", 500, when="after", times=None))
+        with pytest.raises(EngineError, match="refused"):
+            await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
+        await eventually(lambda: evaluated.router.workers == [])
+        assert evaluated.states() == ["pending_weights", "pending_weights"]
+
+
+async def test_a_pin_that_is_cancelled_in_its_registration_leaves_nobody_listed(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
+        await evaluated.fleet.controller.start_eval_fleet()
+        evaluated.router.faults.add(hang("add_worker", seconds=0.5))
+        with anyio.move_on_after(0.3) as scope:
+            await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
+        assert scope.cancelled_caught
+        await anyio.sleep(0.4)  # the router takes it in now
+        await eventually(lambda: evaluated.router.workers == [])
+        assert evaluated.states() == ["pending_weights", "pending_weights"]
+
+
+async def test_one_unlucky_answer_of_the_router_costs_an_evaluation_nothing(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
+        evaluated.router.faults.add(refuse("generate", 503))
+        await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
+        assert evaluated.serve("0.3")
+        assert [engine.calls.count("update_weights_from_disk") for engine in evaluated.engines] == [1, 1]
+
+
+async def test_the_numbers_of_each_router_are_where_view_and_event_say(start_fleet: StartFleet, tmp_path: Path) -> None:
+    def metrics_url(host: ScriptedHost, name: str) -> str:
+        argv = host.specs[name].argv
+        address, port = (argv[argv.index(flag) + 1] for flag in ("--prometheus-host", "--prometheus-port"))
+        return f"http://{address}:{port}/metrics"
+
+    async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
+        fleet = evaluated.fleet
+        await fleet.controller.wait_ready()
+        await fleet.controller.start_eval_fleet()
+        expected = {"actor": metrics_url(fleet.host, "router"), "eval": metrics_url(fleet.host, "router-eval")}
+        assert fleet.controller.fleet().metrics_urls == expected
+        told: list[dict[str, Any]] = [event for event in fleet.events.recent if event["kind"] == "fleet_ready"]
+        assert {event["model"]: event["metrics_url"] for event in told} == expected
+        assert told[0]["router_url"] == fleet.controller.router_url

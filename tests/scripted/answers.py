@@ -1,0 +1,199 @@
+"""An engine that answers /generate as a test says, request by request, and nothing else.
+
+For what lies in front of engines (client, executor, resuming). Tests set `script`, which is asked before each answer
+what to do with a request, and read `requests` afterwards. Weight versions are a plain attribute. How answers go wrong
+on the wire is the server's business, as for every scripted process. It stands for the router too, which knows one
+engine: itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import anyio
+from aiohttp import web
+
+from asyncrl.data.fleet import ROUTING_KEY_HEADER
+from tests.scripted.faults import Fault
+from tests.scripted.server import Handler, ScriptedServer, answer
+
+AnswerFault = Literal["status", "hang", "drop", "truncate", "garbage", "abort", "refuse"]
+
+_ENDS: dict[AnswerFault, dict[str, Any]] = {
+    "abort": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
+    "refuse": {"type": "abort", "message": "Input too long", "status_code": 400, "err_type": "BadRequestError"},
+}
+"""Faults that an answer of status 200 tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What to do with one request; the default answers `output_ids` at once."""
+
+    output_ids: tuple[int, ...] = (1, 2, 3)
+    text: str = "yes"
+    logprobs: tuple[float | None, ...] | None = None
+    finish: str = "stop"
+    latency_s: float = 0.0
+    fault: AnswerFault | None = None
+    status: int = 500
+    """For the fault `status`."""
+    message: str = "scripted"
+    """For the fault `status`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """For the fault `status`."""
+    versions: tuple[tuple[str, int, int], ...] | None = None
+    """None: all tokens by the engine's current version."""
+
+
+Script = Callable[[dict[str, Any], int], Action]
+"""From the request's body and its number since the start."""
+
+
+class AnsweringEngine(ScriptedServer):
+    """`url` is set while it runs."""
+
+    ends_with_client = True
+
+    def __init__(self, script: Script | None = None) -> None:
+        super().__init__()
+        self.script: Script = script or (lambda request, number: Action())
+        self.version = "0.1"
+        self.requests: list[dict[str, Any]] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.disconnected = 0
+        """Requests whose client went away before the answer."""
+        self.released = anyio.Event()
+        """Set it to let hanging requests go."""
+        self.routing_keys: list[str] = []
+        """Of each request; empty for none."""
+        self.aborts: list[str] = []
+        """Ids that it was told to abort."""
+        self.load = (0, 0, 0.0)
+        """What /v1/loads says: requests that run, that wait, and the fraction of the KV pool in use."""
+        self._hanging: dict[str, anyio.Event] = {}
+        """By id: what an abort sets."""
+        self._changed = anyio.Event()
+
+    async def until(self, condition: Callable[[AnsweringEngine], bool]) -> None:
+        """Waits until `condition` holds, looking whenever a request comes or goes."""
+        with anyio.fail_after(10):
+            while not condition(self):
+                await self._changed.wait()
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "generate": self._generate,
+            "abort_request": self._abort,
+            "workers": self._workers,
+            "v1/loads": self._loads,
+        }
+
+    def abort_all(self) -> None:
+        """What hangs ends with finish reason `abort`."""
+        for event in self._hanging.values():
+            event.set()
+
+    async def _abort(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        """Whose id is known is aborted, and all whose ids begin with it."""
+        rid = body["rid"]
+        self.aborts.append(rid)
+        for known, event in self._hanging.items():
+            if rid in self._hanging and known.startswith(rid):
+                event.set()
+        self._change()
+        return web.Response()
+
+    async def _workers(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return answer(workers=[{"id": "0", "url": self.url, "is_healthy": True}], total=1)
+
+    async def _loads(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        running, waiting, usage = self.load
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": usage}
+        return answer(loads=[load])
+
+    async def _hang(self, rid: str, action: Action) -> Action:
+        """Until it is let go, or aborted."""
+        aborted = self._hanging[rid] = anyio.Event()
+        try:
+            async with anyio.create_task_group() as either:
+                for event in (aborted, self.released):
+                    either.start_soon(_cancel_after, event, either.cancel_scope)
+        finally:
+            del self._hanging[rid]
+        return replace(action, fault="abort" if aborted.is_set() else None)
+
+    async def _generate(self, body: dict[str, Any], http: web.Request) -> web.StreamResponse:
+        action = self.script(body, len(self.requests))
+        self.requests.append(body)
+        self.routing_keys.append(http.headers.get(ROUTING_KEY_HEADER, ""))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self._change()
+        try:
+            if action.fault == "hang":
+                action = await self._hang(body["rid"], action)
+            elif action.latency_s:
+                await anyio.sleep(action.latency_s)
+            return await self._respond_with(action, body, http)
+        except anyio.get_cancelled_exc_class():
+            self.disconnected += 1
+            raise
+        finally:
+            self.in_flight -= 1
+            self._change()
+
+    async def _respond_with(self, action: Action, body: dict[str, Any], http: web.Request) -> web.StreamResponse:
+        response = answer(**self._payload(action, body))
+        match action.fault:
+            case "status" | "drop" | "truncate" | "garbage" as kind:
+                fault = Fault("generate", kind, status=action.status, message=action.message)
+                failed = await self._fail(fault, http, response) or response
+                failed.headers.update(action.headers)
+                return failed
+        return response
+
+    def _payload(self, action: Action, body: dict[str, Any]) -> dict[str, Any]:
+        ids = action.output_ids
+        logprobs = action.logprobs or tuple(-0.5 for _ in ids)
+        spans = action.versions if action.versions is not None else ((self.version, 0, len(ids)),)
+        return {
+            "text": action.text,
+            "output_ids": ids,
+            "meta_info": {
+                "id": body["rid"],
+                "finish_reason": _ENDS.get(action.fault or "hang", {"type": action.finish}),
+                "prompt_tokens": len(body["input_ids"]),
+                "weight_version": self.version,
+                "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
+                "input_token_logprobs": [],
+                "output_token_logprobs": [[lp, token, None] for lp, token in zip(logprobs, ids, strict=True)],
+                "completion_tokens": len(ids),
+                "cached_tokens": 0,
+                "e2e_latency": 0.01,
+            },
+        }
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+async def _cancel_after(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+@asynccontextmanager
+async def scripted_engine(script: Script | None = None, port: int = 0) -> AsyncIterator[AnsweringEngine]:
+    """A running engine on loopback, on a free port unless told."""
+    engine = AnsweringEngine(script)
+    async with engine.serving(port):
+        try:
+            yield engine
+        finally:
+            engine.released.set()
