@@ -13,8 +13,8 @@ import pytest
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.pauses import ToldFleet
-from asyncrl.rollout.deadlines import Deadlines
 from asyncrl.rollout.engine_client import EngineClient
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.retry import RetryPolicy
 from tests.contracts.fakes import FakeController
 from tests.inference.conftest import StartFleet, eventually, start_fleet
@@ -105,13 +105,13 @@ class Told:
     """What an executor does with it."""
 
     def __init__(self) -> None:
-        self.deadlines = Deadlines()
+        self.clock = EngineClock()
 
     def engines_paused(self) -> None:
-        self.deadlines.pause()
+        self.clock.pause()
 
     def engines_resumed(self) -> None:
-        self.deadlines.resume()
+        self.clock.resume()
 
 
 async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_request(start_fleet: StartFleet) -> None:
@@ -127,7 +127,7 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
             concurrency=8,
             timeout_s=timeout_s,
             policy=RetryPolicy(retries=0, patience_s=1.0),
-            deadlines=told.deadlines,
+            clock=told.clock,
         )
 
         async def one(number: int) -> None:
@@ -141,4 +141,4 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
             report = await r.publish("0.1")
         assert report.pause_s > timeout_s
         assert lengths == [tokens] * 8 and client.statistics().failed_attempts == {}
-        assert told.deadlines.stood_still_s >= report.pause_s and not told.deadlines.paused
+        assert told.clock.stood_still_s >= report.pause_s and not told.clock.paused

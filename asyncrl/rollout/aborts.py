@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import anyio
 
-from asyncrl.rollout.deadlines import Deadlines
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.engine_control import EngineControl
 from asyncrl.rollout.events import RequestsAborted
 
@@ -35,10 +35,10 @@ class Aborts:
     """Run `serve` in a task, then `add`; `aclose` at the end."""
 
     def __init__(
-        self, control: EngineControl, deadlines: Deadlines, *, on_told: Callable[[RequestsAborted], None]
+        self, control: EngineControl, clock: EngineClock, *, on_told: Callable[[RequestsAborted], None]
     ) -> None:
         self._control = control
-        self._deadlines = deadlines
+        self._clock = clock
         self._on_told = on_told
         self._given_up: dict[str, str] = {}
         """Reason by id, of those that are still to be told."""
@@ -58,7 +58,7 @@ class Aborts:
         with self._serving:
             while True:
                 await self._added.wait()
-                await self._deadlines.running()
+                await self._clock.running()
                 await anyio.sleep(GATHER_S)
                 await self.tell(TELL_TIMEOUT_S)
 
@@ -66,7 +66,7 @@ class Aborts:
         """Tells what was added by now, unless engines are paused; returns after `timeout_s` all the same."""
         with anyio.move_on_after(timeout_s):
             async with self._telling:
-                if self._deadlines.paused or not self._given_up:
+                if self._clock.paused or not self._given_up:
                     return
                 batch, self._given_up, self._added = self._given_up, {}, anyio.Event()
                 engines = heard = 0

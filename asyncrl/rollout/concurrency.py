@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from asyncrl.rollout.deadlines import Deadlines
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.engine_control import EngineControl, EngineLoad
 from asyncrl.rollout.events import ConcurrencyLowered
 from asyncrl.rollout.generation import GroupGenerator
@@ -67,18 +67,18 @@ async def adapt(
     generator: GroupGenerator,
     policy: ConcurrencyPolicy,
     control: EngineControl,
-    deadlines: Deadlines,
+    clock: EngineClock,
     *,
     on_lowered: Callable[[ConcurrencyLowered], None],
 ) -> None:
     """Keeps the generator's limit as the policy says, until cancelled."""
     while True:
-        pauses = deadlines.pauses
+        pauses = clock.pauses
         await anyio.sleep(INTERVAL_S)
-        if deadlines.paused or deadlines.pauses != pauses:
+        if clock.paused or clock.pauses != pauses:
             continue
         loads = await control.loads()
-        if deadlines.pauses != pauses:
+        if clock.pauses != pauses:
             continue
         before = generator.concurrency
         generator.concurrency, reason = policy.after(before, generator.running, loads)

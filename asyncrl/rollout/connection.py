@@ -21,8 +21,8 @@ from asyncrl.config import Config
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.aborts import TELL_TIMEOUT_S, Aborts
 from asyncrl.rollout.concurrency import ConcurrencyPolicy, adapt
-from asyncrl.rollout.deadlines import Deadlines
 from asyncrl.rollout.engine_client import EngineClient
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.engine_control import EngineControl
 from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.retry import WAITED_OUT, FailureKind, RetryPolicy
@@ -40,8 +40,8 @@ class Connection:
         self._patience_s = rollout.request_timeout_s
         self._events = events
         self._control = EngineControl(router_url)
-        self.deadlines = Deadlines()
-        self.aborts = Aborts(self._control, self.deadlines, on_told=events.emit)
+        self.clock = EngineClock()
+        self.aborts = Aborts(self._control, self.clock, on_told=events.emit)
         aborted = frozenset({FailureKind.ABORTED} if self._on_update == "abort" else ())
         self.client = EngineClient(
             router_url,
@@ -51,7 +51,7 @@ class Connection:
             policy=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
             sticky=config.router.sticky,
             on_failure=events.emit,
-            deadlines=self.deadlines,
+            clock=self.clock,
             on_given_up=self.aborts.add,
             keeps_kv=self._on_update == "in_place",
         )
@@ -102,4 +102,4 @@ class Connection:
 
     async def _adapt(self, policy: ConcurrencyPolicy) -> None:
         with self._adapting:
-            await adapt(self.generator, policy, self._control, self.deadlines, on_lowered=self._events.emit)
+            await adapt(self.generator, policy, self._control, self.clock, on_lowered=self._events.emit)

@@ -4,7 +4,7 @@ Invariants
 - Each attempt has its own id: client nonce, sample id, attempt number. None begins another, because the engine aborts
   by prefix, and none is used twice, because it refuses an id it has seen a moment ago.
 - Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. Their clock stands
-  still while engines are paused (`deadlines.py`).
+  still while engines are paused (`engine_clock.py`).
 - An attempt that ended without an answer is given up (`on_given_up`): an engine may still be at work on it.
 - While it is held nothing is sent, what is sent again included.
 - One session, whose pool is as large as the number of requests in flight: a smaller one would queue them unseen.
@@ -28,7 +28,7 @@ import msgspec
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.deadlines import Deadlines
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy, parse_retry_after
 from asyncrl.rollout.wire import (
@@ -86,14 +86,14 @@ class EngineClient:
         policy: RetryPolicy,
         sticky: Literal["off", "group", "sample"] = "off",
         on_failure: Callable[[RequestFailed], None] | None = None,
-        deadlines: Deadlines | None = None,
+        clock: EngineClock | None = None,
         on_given_up: Callable[[str, str], None] = _ignore,
         keeps_kv: bool = False,
     ) -> None:
         """Sends nothing yet.
 
         Args:
-            timeout_s: longest wait for one answer, by the clock of `deadlines`.
+            timeout_s: longest wait for one answer, by the clock of `clock`.
             sticky: which requests ask for the same engine.
             on_failure: hears of every failed attempt.
             on_given_up: hears the id of every attempt that ended without an answer, and why.
@@ -106,7 +106,7 @@ class EngineClient:
         self._policy = policy
         self._sticky: Literal["off", "group", "sample"] = sticky
         self._on_failure = on_failure
-        self._deadlines = deadlines or Deadlines()
+        self._clock = clock or EngineClock()
         self._on_given_up = on_given_up
         self._keeps_kv = keeps_kv
         self._published: str | None = None
@@ -190,7 +190,7 @@ class EngineClient:
                         self._failed += 1
                         raise GenerationFailed(f"{failure} (attempt {attempt + 1}, the last)") from failure
                     with WAITS.register("next attempt", f"router, after {failure.kind} of {sample_id}", delay_s):
-                        await self._deadlines.sleep(delay_s)  # paused engines have nothing to come back to
+                        await self._clock.sleep(delay_s)  # paused engines have nothing to come back to
                     attempt += 1
                 else:
                     self._completed += 1
@@ -214,7 +214,7 @@ class EngineClient:
         request = encode_request(rid, input_ids, sampling_params, sent_under)
         self._on_the_wire.add(rid)
         try:
-            with self._deadlines.waiting("response", rid, self._timeout_s):
+            with self._clock.waiting("response", rid, self._timeout_s):
                 async with self._session.post(self._url, data=request, headers=headers) as response:
                     body = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

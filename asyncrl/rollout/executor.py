@@ -278,11 +278,11 @@ class RolloutExecutor:
 
     def engines_paused(self) -> None:
         """Engines generate nothing from now on: the clock of all deadlines of requests stands still."""
-        self._started.engines.deadlines.pause()
+        self._started.engines.clock.pause()
 
     def engines_resumed(self) -> None:
         """The end of the pause; harmless without one."""
-        self._started.engines.deadlines.resume()
+        self._started.engines.clock.resume()
 
     def get_num_rollout_per_epoch(self) -> int:
         """Whole batches in one pass over the data; DataError when the data does not fill one."""
@@ -295,7 +295,7 @@ class RolloutExecutor:
             client=self._started.engines.client.statistics(),
             aborted_requests=self._started.engines.aborts.requests,
             concurrency=self._started.engines.generator.concurrency,
-            engines_paused_s=self._started.engines.deadlines.stood_still_s,
+            engines_paused_s=self._started.engines.clock.stood_still_s,
             reward_failures=dict(self._started.scorer.failures),
             dropped_overlong=self._started.dropped_overlong,
         )

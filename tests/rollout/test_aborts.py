@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from asyncrl.rollout import aborts as aborts_module
 from asyncrl.rollout.aborts import Aborts
-from asyncrl.rollout.deadlines import Deadlines
 from asyncrl.rollout.engine_client import EngineClient, request_id
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.engine_control import EngineControl
 from asyncrl.rollout.events import RequestsAborted
 from asyncrl.rollout.production import Issue
@@ -35,7 +35,7 @@ class Rig:
     client: EngineClient
     aborts: Aborts
     control: EngineControl
-    deadlines: Deadlines
+    clock: EngineClock
     told: list[RequestsAborted]
 
     async def long(self, sample_id: str) -> None:
@@ -46,8 +46,8 @@ class Rig:
 async def rig(engines: int = 2, *, concurrency: int = 16, timeout_s: float = 20.0) -> AsyncIterator[Rig]:
     told: list[RequestsAborted] = []
     async with fleet_of(engines, SLOW) as fleet, anyio.create_task_group() as tasks:
-        control, deadlines = EngineControl(fleet.url), Deadlines()
-        aborts = Aborts(control, deadlines, on_told=told.append)
+        control, clock = EngineControl(fleet.url), EngineClock()
+        aborts = Aborts(control, clock, on_told=told.append)
         tasks.start_soon(aborts.serve)
         async with EngineClient(
             fleet.url,
@@ -55,11 +55,11 @@ async def rig(engines: int = 2, *, concurrency: int = 16, timeout_s: float = 20.
             concurrency=concurrency,
             timeout_s=timeout_s,
             policy=RetryPolicy(retries=1, patience_s=5.0, first_delay_s=0.01),
-            deadlines=deadlines,
+            clock=clock,
             on_given_up=aborts.add,
         ) as client:
             try:
-                yield Rig(fleet, client, aborts, control, deadlines, told)
+                yield Rig(fleet, client, aborts, control, clock, told)
             finally:
                 await aborts.aclose()
 
@@ -93,7 +93,7 @@ async def test_a_request_that_is_not_answered_in_time_ends_in_its_engine_and_is_
 async def test_while_engines_are_paused_nothing_is_told_and_afterwards_all_is() -> None:
     async with rig() as r:
         await r.fleet.pause()
-        r.deadlines.pause()
+        r.clock.pause()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(r.long, "00000000.000")
             await eventually(lambda: r.fleet.waiting == 1)
@@ -101,7 +101,7 @@ async def test_while_engines_are_paused_nothing_is_told_and_afterwards_all_is() 
         await anyio.sleep(2 * aborts_module.GATHER_S)
         assert r.told == [] and "abort_request" not in r.fleet.engines[0].calls
         r.fleet.go_on()
-        r.deadlines.resume()
+        r.clock.resume()
         await eventually(lambda: r.fleet.running + r.fleet.waiting == 0 and len(r.told) == 1)
         assert r.aborts.requests == 1
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.deadlines import Deadlines, PauseClock
+from asyncrl.rollout.engine_clock import EngineClock, PauseClock
 
 STEPS = st.lists(st.tuples(st.floats(0, 1e4), st.sampled_from(["pause", "resume", "look"])), max_size=30)
 
@@ -60,38 +60,38 @@ def test_a_pause_within_a_pause_is_the_same_pause(now: float, more: list[float])
 
 
 async def test_a_pause_that_is_longer_than_the_deadline_ends_no_wait() -> None:
-    deadlines, answered = Deadlines(), anyio.Event()
+    clock, answered = EngineClock(), anyio.Event()
 
     async def ask() -> None:
-        with deadlines.waiting("response", "r", 0.2):
+        with clock.waiting("response", "r", 0.2):
             await answered.wait()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
-        deadlines.pause()
-        deadlines.pause()
+        clock.pause()
+        clock.pause()
         await anyio.sleep(0.4)  # the pause that is meant
         [wait] = WAITS.snapshot()
         assert wait.subject == "r"
-        deadlines.resume()
+        clock.resume()
         answered.set()
-    assert deadlines.pauses == 1 and deadlines.stood_still_s >= 0.4
+    assert clock.pauses == 1 and clock.stood_still_s >= 0.4
 
 
 async def test_after_a_pause_a_wait_has_what_was_left_of_its_time() -> None:
-    deadlines, began = Deadlines(), anyio.current_time()
+    clock, began = EngineClock(), anyio.current_time()
     async with anyio.create_task_group() as tasks:
 
         async def interrupt() -> None:
-            deadlines.pause()
+            clock.pause()
             await anyio.sleep(0.3)
-            deadlines.resume()
+            clock.resume()
 
         tasks.start_soon(interrupt)
         with (
             pytest.raises(TimeoutError, match=r"no response from r after 0\.1 s"),
-            deadlines.waiting("response", "r", 0.1),
+            clock.waiting("response", "r", 0.1),
         ):
             await anyio.sleep_forever()
     assert anyio.current_time() - began >= 0.4
@@ -99,26 +99,26 @@ async def test_after_a_pause_a_wait_has_what_was_left_of_its_time() -> None:
 
 
 async def test_a_wait_that_begins_in_a_pause_has_all_of_its_time_after_it() -> None:
-    deadlines, slept = Deadlines(), anyio.Event()
-    deadlines.pause()
+    clock, slept = EngineClock(), anyio.Event()
+    clock.pause()
 
     async def sleep() -> None:
-        await deadlines.sleep(0.01)
+        await clock.sleep(0.01)
         slept.set()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sleep)
         await anyio.sleep(0.05)
         assert not slept.is_set()
-        deadlines.resume()
+        clock.resume()
     assert slept.is_set()
 
 
 async def test_who_waits_for_the_end_of_a_pause_is_told() -> None:
-    deadlines = Deadlines()
-    await deadlines.running()
-    deadlines.pause()
+    clock = EngineClock()
+    await clock.running()
+    clock.pause()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(deadlines.running)
+        tasks.start_soon(clock.running)
         await anyio.wait_all_tasks_blocked()
-        deadlines.resume()
+        clock.resume()

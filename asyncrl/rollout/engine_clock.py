@@ -1,7 +1,7 @@
 """Deadlines of requests, whose clock stands still while engines are paused.
 
 Engines that take new weights generate nothing, as long as that lasts. A request is not to blame for it: its deadline
-counts the time in which engines could answer. `PauseClock` is the arithmetic, `Deadlines` the scopes that keep it.
+counts the time in which engines could answer. `PauseClock` is the arithmetic, `EngineClock` the scopes that keep it.
 
 Invariants
 - A wait of T seconds ends when engines could answer for T seconds since its start: never in a pause, and never later.
@@ -43,7 +43,7 @@ class PauseClock:
         return math.inf if self.paused_since is not None else time + self.stood_still_s
 
 
-class Deadlines:
+class EngineClock:
     """Waits that end by the clock of the engines; one for each group of engines that is paused together."""
 
     def __init__(self) -> None:
