@@ -45,6 +45,7 @@ class Aborts:
         self._added = anyio.Event()
         self._telling = anyio.Lock()
         self._serving = anyio.CancelScope()
+        self._closed = False
         self.requests = 0
         """Ids that were told."""
 
@@ -66,7 +67,7 @@ class Aborts:
         """Tells what was added by now, unless engines are paused; returns after `timeout_s` all the same."""
         with anyio.move_on_after(timeout_s):
             async with self._telling:
-                if self._clock.paused or not self._given_up:
+                if self._closed or self._clock.paused or not self._given_up:
                     return
                 batch, self._given_up, self._added = self._given_up, {}, anyio.Event()
                 engines = heard = 0
@@ -81,5 +82,6 @@ class Aborts:
         """Tells what is left, within a bound. Idempotent."""
         with anyio.CancelScope(shield=True):
             await self.tell(CLOSE_TIMEOUT_S)
+        self._closed = True
         self._serving.cancel()
         await self._control.aclose()

@@ -173,7 +173,9 @@ async def test_the_end_tells_what_is_left_within_a_bound(monkeypatch: pytest.Mon
             await r.aborts.aclose()
         assert r.fleet.engines[1].generation.running == 0
         assert sum(told.requests for told in r.told) == 6
+        r.aborts.add("too late", "cancelled")
         await r.aborts.aclose()
+        assert sum(told.requests for told in r.told) == 6
 
 
 # ids
