@@ -34,7 +34,17 @@ pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
-async def in_place(serving_fleet: RealFleet, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BroadcastTransport]:
+async def trainer(serving_fleet: RealFleet) -> AsyncIterator[ThreadSource]:
+    """It holds the second model."""
+    trainer = ThreadSource(load_file(serving_fleet.models[1] / "model.safetensors"))
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+async def in_place(
+    serving_fleet: RealFleet, trainer: ThreadSource, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[BroadcastTransport]:
     """The shared fleet is paused in place for the time of a test; the transport that goes with that."""
     updates = serving_fleet.controller._started.updates
     monkeypatch.setattr(updates, "_config", updates._config.model_copy(update={"on_update": "in_place"}))
@@ -51,14 +61,13 @@ async def off(model: Path, generation: Generation) -> Tensor:
 
 
 async def test_running_requests_keep_their_kv_and_new_ones_see_none_of_it(
-    serving_fleet: RealFleet, in_place: BroadcastTransport
+    serving_fleet: RealFleet, trainer: ThreadSource, in_place: BroadcastTransport
 ) -> None:
     fleet, url = serving_fleet, engine_url(serving_fleet)
     old, new = str(fleet.controller.fleet().published_version), fleet.next_version()
-    trainer = ThreadSource(load_file(fleet.models[1] / "model.safetensors"))
     running = [
-        Generation(numbered_prompt(40 + i, length), 300, temperature, extra_key=old)
-        for i, (length, temperature) in enumerate([(3, 1.0), (17, 0.7), (64, 1.3)])
+        Generation(numbered_prompt(40 + i, length), tokens, temperature, extra_key=old)
+        for i, (length, tokens, temperature) in enumerate([(3, 480, 1.0), (17, 460, 0.7), (64, 420, 1.3)])
     ]
     shared = numbered_prompt(50, 48)
     before, after = (Generation(shared, 40, 1.0, extra_key=version) for version in (old, new))
@@ -80,15 +89,14 @@ async def test_running_requests_keep_their_kv_and_new_ones_see_none_of_it(
             await publish_to(fleet, trainer, in_place, new)
         await after.run(url)
         await stale.run(url)
-    trainer.close()
 
     for generation, prefix in zip(running, prefixes, strict=True):
         assert generation.answer["meta_info"]["num_retractions"] == 0
-        assert generation.output[: len(prefix)] == prefix and len(generation.output) == 300
+        assert generation.output[: len(prefix)] == prefix and len(generation.output) == generation.tokens
         assert [version for version, _, _ in generation.spans] == [old, new], "and never torn"
         stamped = generation.spans[1][1]
         spans = attribute_steps_in_flight([VersionSpan(*span) for span in generation.spans], old)
-        assert spans == (VersionSpan(old, 0, stamped + 1), VersionSpan(new, stamped + 1, 300))
+        assert spans == (VersionSpan(old, 0, stamped + 1), VersionSpan(new, stamped + 1, generation.tokens))
         from_old, from_new = await off(fleet.models[0], generation), await off(fleet.models[1], generation)
         assert from_old[:stamped].max() < EXACT, "and the token after these, where a step was in flight"
         assert from_old[stamped + 1 :].mean() > OTHER_WEIGHTS and from_new[stamped + 1 :].mean() > EXACT, "approximate"
