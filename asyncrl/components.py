@@ -19,7 +19,17 @@ import anyio.to_thread
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.job import Job
-from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, require_own_engines, resume, warm_up
+from asyncrl.phases import (
+    checkpoint,
+    evaluate,
+    export,
+    gather,
+    make_room,
+    publish,
+    require_own_engines,
+    resume,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     from asyncrl.inference.controller import InferenceController
@@ -117,6 +127,7 @@ __all__ = [
     "create_train_group",
     "evaluate",
     "export",
+    "gather",
     "publish",
     "require_own_engines",
     "resume",

@@ -1,19 +1,23 @@
-"""What every loop does around its steps: warm-up, publication, evaluation, checkpoints, export.
+"""What every loop does around its steps: warm-up, publication, batches, evaluation, checkpoints, export.
 
 Invariants
 - An evaluation that fails is a skipped point with a reason, never the end.
+- While engines generate, weights that all of them lost are published again where no copy is left to load: the trainer
+  has them, and is idle then. The version says which they are, so it is the same again where they are the same.
 - Where engines share the trainer's GPUs, weights are exported while the trainer's are on the device, and only then
   leave it; the rest of the trainer leaves before the engines' weights come back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
 
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, EnginesLostError
 from asyncrl.job import Job
 from asyncrl.observability.events import CheckpointWritten, read_events
 from asyncrl.rollout.events import GroupsRolledBack
@@ -21,12 +25,14 @@ from asyncrl.rollout.ledger import rolled_back
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.components import RolloutComponents
+    from asyncrl.data.batch import RolloutBatch
     from asyncrl.data.supervised import SupervisedStream
     from asyncrl.inference.controller import InferenceController
-    from asyncrl.rollout.executor import RolloutExecutor
+    from asyncrl.rollout.evaluation import EvalReport
     from asyncrl.training.train_group import TrainGroup
     from asyncrl.weights.publication import PublicationReport
 
+T = TypeVar("T")
 
 _PROGRESS_TIMES = 20
 """The display hears so many times of the warm-up's progress."""
@@ -111,38 +117,92 @@ async def publish(
 ) -> PublicationReport:
     """Brings the engines to the trainer's weights after rollout `rollout_id`; None: to those it began with.
 
-    Raises WeightUpdateError as `TrainGroup.update_weights` does.
+    Engines that share the trainer's GPUs and all ended in its turn are started again first, once. Raises
+    WeightUpdateError as `TrainGroup.update_weights` does.
     """
     controller, executor, _ = components
+    update = _update_in_turn if job.layout.colocated else _update
+    try:
+        publication = await update(components, trainer, rollout_id)
+    except EnginesLostError as error:
+        if not job.layout.colocated:
+            raise
+        job.record.note(f"engines are started again, and the weights published after that: {error}")
+        await trainer.offload()
+        await controller.onload()
+        await controller.wait_updatable()
+        await _change_places(job, controller, trainer)
+        publication = await update(components, trainer, rollout_id)
     if job.layout.colocated:
-        await trainer.offload(keep_weights=True)
-        await controller.onload_weights()
-    async with executor.updating():
-        publication = await trainer.update_weights(rollout_id)
-        if job.layout.colocated:
-            await trainer.offload()
-            await controller.onload_kv()
-        executor.set_weight_version(
-            publication.version
-        )  # before anything is sent: requests go by what they begin under
+        executor.set_weight_version(publication.version)  # engines have all of their memory back only now
     return publication
 
 
-async def evaluate(job: Job, controller: InferenceController, executor: RolloutExecutor, step: int) -> None:
+def _requests_held(components: RolloutComponents) -> AbstractAsyncContextManager[None]:
+    """What an update does to requests; nothing where no engine serves them, since they do not end before it."""
+    return components.rollout_executor.updating() if components.inference_controller.fleet().serves else nullcontext()
+
+
+async def _update(components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None) -> PublicationReport:
+    async with _requests_held(components):
+        publication = await trainer.update_weights(rollout_id)
+        # Before a request is sent: it goes by the weights that it begins under.
+        components.rollout_executor.set_weight_version(publication.version)
+        return publication
+
+
+async def _update_in_turn(
+    components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None
+) -> PublicationReport:
+    """From the trainer's turn on shared GPUs to that of the engines."""
+    controller = components.inference_controller
+    await trainer.offload(keep_weights=True)
+    await controller.onload_weights()
+    async with _requests_held(components):
+        publication = await trainer.update_weights(rollout_id)
+    await trainer.offload()
+    await controller.onload_kv()
+    return publication
+
+
+async def _change_places(job: Job, controller: InferenceController, trainer: TrainGroup) -> None:
+    """From the engines' turn on shared GPUs to that of the trainer."""
+    await make_room(job, controller)
+    await trainer.onload()
+
+
+async def gather(job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int) -> RolloutBatch:
+    """The batch of rollout `rollout_id`, the next to be trained; waits until some engine serves.
+
+    Raises EngineError where none will, and as `RolloutExecutor.get` does.
+    """
+
+    async def get() -> RolloutBatch:
+        await components.inference_controller.prepare_rollout(rollout_id)
+        return await components.rollout_executor.get(rollout_id)
+
+    return await _with_weights(job, components, trainer, rollout_id, get)
+
+
+async def evaluate(job: Job, components: RolloutComponents, trainer: TrainGroup, step: int) -> None:
     """Evaluates the published policy, `step` steps trained, on the held-out prompts of `eval.data`.
 
     On the engines of `eval.fleet` where there are some: they are brought to the published weights first.
     """
+    controller, executor, _ = components
+
+    async def measure() -> EvalReport:
+        if job.config.eval.fleet is None:
+            await controller.prepare_eval()
+        else:
+            executor.set_eval_fleet(await controller.pin_eval_fleet())
+        return await executor.eval(step)
+
     with job.record.phase("eval"):
         try:
-            if job.config.eval.fleet is None:
-                await controller.prepare_eval()
-            else:
-                executor.set_eval_fleet(await controller.pin_eval_fleet())
+            report = await _with_weights(job, components, trainer, step, measure)
         except AsyncRLError as error:
             report = executor.report_eval_skip(step, str(error))
-        else:
-            report = await executor.eval(step)
     job.record.evaluated(step, report.accuracy, report.as_dict(), report.skipped)
 
 
@@ -157,6 +217,46 @@ async def export(job: Job, controller: InferenceController, trainer: TrainGroup,
     seconds = anyio.current_time() - started
     job.events.emit(CheckpointWritten(step=step, path=str(job.run.export), seconds=seconds))
     job.record.exported(job.run.export)
+
+
+async def _with_weights(
+    job: Job, components: RolloutComponents, trainer: TrainGroup, step: int, work: Callable[[], Awaitable[T]]
+) -> T:
+    """Awaits `work` of the engines while the trainer, `step` steps trained, has nothing to do but to publish again."""
+    controller = components.inference_controller
+    results: list[T] = []
+    errors: list[AsyncRLError] = []
+
+    async def publish_again() -> None:
+        while not results:
+            with anyio.CancelScope() as watch:
+                watches.append(watch)
+                await controller.wait_publication_needed()
+            if results:
+                return
+            job.record.note("no engine holds the weights any more, and no copy was kept: they are published again")
+            try:
+                if job.layout.colocated:
+                    await _change_places(job, controller, trainer)
+                await publish(job, components, trainer, step - 1)
+            except AsyncRLError as error:
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+                return
+
+    watches: list[anyio.CancelScope] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(publish_again, name="publish again")
+        try:
+            results.append(await work())
+            for watch in watches:
+                watch.cancel()  # a publication under way is finished
+        except AsyncRLError as error:  # raised below, outside the task group, which would wrap it
+            errors.append(error)
+            tasks.cancel_scope.cancel()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _load(job: Job) -> SupervisedStream:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asyncrl.components import Job, create_rollout_components, create_train_group, publish, run_job, warm_up
+from asyncrl.components import Job, create_rollout_components, create_train_group, gather, publish, run_job, warm_up
 
 if TYPE_CHECKING:  # torch comes with the components, once the engines are on their way
     from asyncrl.data.batch import RolloutBatch
@@ -43,8 +43,7 @@ async def imitate_the_best(job: Job) -> None:
         if job.stop.requested:
             break
         with job.record.phase("generate"):
-            await controller.prepare_rollout(step)
-            batch = await executor.get(step)
+            batch = await gather(job, components, trainer, step)
         with job.record.phase("train"):
             if job.layout.colocated:  # trainer and engines take turns on the same GPUs
                 await controller.offload()

@@ -16,6 +16,7 @@ from asyncrl.components import (
     create_train_group,
     evaluate,
     export,
+    gather,
     publish,
     resume,
     run_job,
@@ -47,11 +48,10 @@ async def train(job: Job) -> None:
         if job.stop.requested and rollout_id == first:
             break
         if config.eval.due(rollout_id, first):
-            await evaluate(job, controller, executor, rollout_id)
+            await evaluate(job, components, trainer, rollout_id)
 
         with record.phase("generate"):
-            await controller.prepare_rollout(rollout_id)
-            batch = await executor.get(rollout_id)
+            batch = await gather(job, components, trainer, rollout_id)
 
         with record.phase("train"):
             if job.layout.colocated:  # trainer and engines take turns on the same GPUs
@@ -70,7 +70,7 @@ async def train(job: Job) -> None:
             break
 
     if config.eval.data is not None and config.eval.at_end:
-        await evaluate(job, controller, executor, record.steps)
+        await evaluate(job, components, trainer, record.steps)
     if config.run.export:
         await export(job, controller, trainer, record.steps)
 

@@ -18,6 +18,7 @@ from asyncrl.components import (
     create_train_group,
     evaluate,
     export,
+    gather,
     publish,
     require_own_engines,
     resume,
@@ -51,13 +52,12 @@ async def train(job: Job) -> None:
         if job.stop.requested and rollout_id == first:
             break
         if config.eval.due(rollout_id, first):
-            await evaluate(job, controller, executor, rollout_id)
+            await evaluate(job, components, trainer, rollout_id)
         if rollout_id == first:
             executor.generate_ahead(first, num_steps)
 
         with record.phase("wait"):
-            await controller.prepare_rollout(rollout_id)
-            batch = await executor.get(rollout_id)
+            batch = await gather(job, components, trainer, rollout_id)
 
         with record.phase("train"):
             metrics = await trainer.train(rollout_id, batch)
@@ -78,7 +78,7 @@ async def train(job: Job) -> None:
         with record.phase("publish"):
             await publish(job, components, trainer, record.steps - 1)
     if config.eval.data is not None and config.eval.at_end:
-        await evaluate(job, controller, executor, record.steps)
+        await evaluate(job, components, trainer, record.steps)
     if config.run.export:
         await export(job, controller, trainer, record.steps)
 

@@ -90,6 +90,12 @@ class Controller:
 
     async def prepare_rollout(self, rollout_id: int) -> None: ...
 
+    async def wait_publication_needed(self) -> None:
+        await anyio.sleep_forever()
+
+    def fleet(self) -> Any:
+        return SimpleNamespace(serves=True)
+
 
 def run_job(config: dict[str, Any], entrypoint: str, kill: tuple[int, float] | None) -> None:
     """Runs the loop of `entrypoint` to its end, or until `kill`: (number of an event, seconds after it)."""

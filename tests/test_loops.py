@@ -8,8 +8,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
+from asyncrl.components import RolloutComponents
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.exit_protocol import StopRequest
@@ -37,7 +39,10 @@ class Noted:
             note(*args, **how)
             return 0
 
-        return note if name == "generate_ahead" else call
+        async def never() -> None:
+            await anyio.sleep_forever()
+
+        return {"generate_ahead": note, "wait_publication_needed": never}.get(name, call)
 
 
 async def run(
@@ -68,7 +73,7 @@ async def run(
     record.step = step
 
     async def create_rollout_components(job: Any) -> Any:
-        return parts, parts, per_epoch
+        return RolloutComponents(parts, parts, per_epoch)  # type: ignore[arg-type]
 
     async def create_train_group(job: Any, components: Any) -> Any:
         return parts

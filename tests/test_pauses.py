@@ -16,7 +16,7 @@ from asyncrl.pauses import ToldFleet
 from asyncrl.rollout.engine_client import EngineClient
 from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.retry import RetryPolicy
-from tests.contracts.fakes import FakeController
+from tests.contracts.fake_controller import FakeController
 from tests.inference.conftest import StartFleet, eventually, start_fleet
 from tests.inference.transaction_rig import rig
 from tests.scripted import Latency

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from asyncrl.components import RolloutComponents
@@ -44,7 +45,13 @@ class Noted:
             yield
             self._calls.append(f"{self._name}.{method} ended")
 
-        return {"set_weight_version": note, "set_eval_fleet": note, "updating": around}.get(method, call)
+        async def never() -> None:
+            await anyio.sleep_forever()
+
+        plain = {"set_weight_version": note, "set_eval_fleet": note, "updating": around}
+        return (plain | {"wait_publication_needed": never, "fleet": lambda: SimpleNamespace(serves=True)}).get(
+            method, call
+        )
 
 
 def a_job(colocated: bool) -> Any:
@@ -71,8 +78,9 @@ async def test_weights_are_published_while_the_trainer_holds_them(colocated: boo
         ["trainer.offload", "engines.onload_kv"],
     )
     before, after = around if colocated else ([], [])
-    update = ["executor.updating", "trainer.update_weights 3", *after]
-    assert calls == [*before, *update, "executor.set_weight_version 0.4", "executor.updating ended"]
+    told, end = "executor.set_weight_version 0.4", "executor.updating ended"
+    update = ["executor.updating", "trainer.update_weights 3"]
+    assert calls == [*before, *update, *([end, *after, told] if colocated else [told, end])]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +118,7 @@ class Skipping:
 async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
     job = a_job(False)
     controller: Any = Noted("engines", [], prepare_eval=EngineError("engine-0: gone"))
-    await evaluate(job, controller, Skipping(), 3)  # type: ignore[arg-type]
+    await evaluate(job, RolloutComponents(controller, Skipping(), None), Noted("trainer", []), 3)  # type: ignore[arg-type]
     assert job.record.points == [(3, None, {}, "engine-0: gone")]
 
 
@@ -125,7 +133,7 @@ async def test_engines_that_only_evaluate_are_pinned_first_and_a_pin_that_fails_
     engines: Any = Noted("engines", calls, pin_eval_fleet=failure or "INFO")
     executor: Any = Noted("executor", calls, eval=skipped)
     executor.report_eval_skip = lambda step, reason: calls.append(f"skip {step}: {reason}") or skipped
-    await evaluate(job, engines, executor, 3)
+    await evaluate(job, RolloutComponents(engines, executor, None), Noted("trainer", calls), 3)  # type: ignore[arg-type]
     done = ["executor.set_eval_fleet INFO", "executor.eval 3"]
     assert calls == ["engines.pin_eval_fleet", *([f"skip 3: {failure}"] if failure else done)]
 

@@ -81,6 +81,14 @@ class FleetView:
     """Routers of models that never change, by name."""
     metrics_urls: Mapping[str, str] = field(default_factory=dict)
     """Where Prometheus reads the numbers of each router, by the name of the model that it serves."""
+    needs_publication: bool = False
+    """All engines lost the published weights, and no copy is left that they could load: only a publication of the
+    trainer's weights (of the same version, where it holds the same) makes them serve again."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether an engine of the trained model generates."""
+        return any(status.model == ACTOR and status.state is EngineState.SERVING for status in self.engines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,26 @@ Invariants
   began without it would otherwise leave it behind.
 - Where newer weights were published meanwhile it starts over; where it was taken into a publication there is nothing
   to do.
+- The copy that it loads is in use until it has; one that was removed all the same is not counted on any more.
+- On GPUs that are the trainer's at this time nothing is loaded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import anyio
 import structlog
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
+from asyncrl.inference.copies_in_use import CopiesInUse
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.events import EngineCaughtUp
+from asyncrl.inference.group import serves
+from asyncrl.inference.lifecycle import LIVE
+from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.inference.updates import Published, Quarantine, WeightUpdates
 from asyncrl.inference.verify import abbreviate, unreceived
 from asyncrl.observability.events import EventLog
@@ -32,11 +41,15 @@ class CatchUp:
         *,
         verify: bool,
         quarantine: Quarantine,
+        copies: CopiesInUse,
+        gpus: SharedGpus,
         events: EventLog,
     ) -> None:
         self._updates = updates
         self._verify = verify
         self._quarantine = quarantine
+        self._copies = copies
+        self._gpus = gpus
         self._events = events
 
     async def keep(self, engine: ManagedEngine) -> None:
@@ -57,11 +70,20 @@ class CatchUp:
                 return
             if self._updates.beginning or self._updates.open_lease:
                 return
-            if published.directory is None or not engine.reads_copies:
-                reason = "no copy was kept" if engine.reads_copies else "it may not see the copy (weights.directory)"
+            if self._gpus.trainers_turn and engine.endpoint.colocated:
+                return
+            if not can_catch_up(engine, published):
+                reason = "there is no copy" if engine.reads_copies else "it may not see the copy (weights.directory)"
                 _log.warning("waits for the next publication", engine=engine.engine_id, reason=reason)
                 return
-            if await self._load(engine, published) and await self._updates.admit(engine, published.version):
+            assert published.directory is not None
+            if not published.directory.exists():  # somebody removed it
+                self._updates.published = replace(published, directory=None)
+                engine.changed()
+                continue
+            with self._copies.held(published.directory):
+                loaded = await self._load(engine, published)
+            if loaded and await self._updates.admit(engine, published.version):
                 break
         self._events.emit(
             EngineCaughtUp(
@@ -97,3 +119,16 @@ class CatchUp:
             await self._quarantine(engine, f"it could not catch up with weights {published.version}: {error}")
             return False
         return engine.state is EngineState.UPDATING
+
+
+def can_catch_up(engine: ManagedEngine, published: Published) -> bool:
+    """Whether there is a copy of the published weights that the engine can load."""
+    return published.directory is not None and engine.reads_copies
+
+
+def needs_publication(engines: Iterable[ManagedEngine], published: Published | None) -> bool:
+    """Whether no engine serves, and those that live come to serve only by a publication of the weights anew."""
+    live = [engine for engine in engines if engine.state in LIVE]
+    if published is None or any(serves(engine) or can_catch_up(engine, published) for engine in live):
+        return False
+    return any(engine.state is EngineState.PENDING_WEIGHTS and engine.takes_weights for engine in live)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,21 +25,18 @@ from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import ACTOR, EvalFleetInfo, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
-from asyncrl.host import ProcessSpec
+from asyncrl.inference.actor import ActorParts, build_actor
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.capacity import Capacity
-from asyncrl.inference.catch_up import CatchUp
+from asyncrl.inference.catch_up import needs_publication
+from asyncrl.inference.copies_in_use import CopiesInUse
 from asyncrl.inference.deadlines import Deadlines
-from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.eval_fleet import EvalFleet
 from asyncrl.inference.group import EngineGroup, end_groups
-from asyncrl.inference.memory import Memory
 from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.statistics import InferenceStatistics
 from asyncrl.inference.together import await_all
-from asyncrl.inference.updates import WeightUpdates
 from asyncrl.inference.verify import Checksums
 from asyncrl.inference.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
@@ -49,18 +45,6 @@ if TYPE_CHECKING:
     from asyncrl.host import EngineHost
 
 ROUTER = "router"
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What exists once the fleet was started."""
-
-    actor: EngineGroup
-    updates: WeightUpdates
-    capacity: Capacity
-    task_group: TaskGroup
-    model: ServedModel
-    """The trained one."""
 
 
 class InferenceController:
@@ -82,11 +66,11 @@ class InferenceController:
         self._layout = layout
         self._model_path = model_path
         self._builder = Builder(config, layout, run_dir=run_dir, events=events)
-        self._memory = Memory(layout.device)
+        self._copies = CopiesInUse()
         self._weights_check = WeightsCheck()
         self._models = FrozenModels(config, layout, self._builder, host=host, events=events)
-        self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, events=events)
-        self._parts: _Parts | None = None
+        self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, copies=self._copies, events=events)
+        self._parts: ActorParts | None = None
 
     # start and end
 
@@ -99,60 +83,25 @@ class InferenceController:
         model = ServedModel(ACTOR, self._model_path, self._config.engine, self._config.model.context_length)
         routing, spec = self._builder.router(ROUTER, self._config.router.port)
         ranks = self._config.engine.tensor_parallel
-        deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path, ranks)
-        self._parts = parts = self._build_actor(task_group, Routing(routing), spec, model, deadlines)
+        self._parts = parts = build_actor(
+            self._config,
+            self._layout,
+            self._builder,
+            host=self._host,
+            routing=Routing(routing),
+            router_spec=spec,
+            model=model,
+            deadlines=await anyio.to_thread.run_sync(Deadlines.of_model, self._model_path, ranks),
+            copies=self._copies,
+            events=self._events,
+            task_group=task_group,
+        )
         parts.actor.start_router()
         for placement in self._layout.engines:
             parts.actor.start_engine(*self._builder.engine(placement, model))
         for external in self._layout.external:
             parts.actor.start_engine(self._builder.external(external), None)
         self._models.start(task_group, model)
-
-    def _build_actor(
-        self,
-        task_group: TaskGroup,
-        routing: Routing,
-        router_spec: ProcessSpec,
-        model: ServedModel,
-        deadlines: Deadlines,
-    ) -> _Parts:
-        """The group of the model that is trained, and its weight updates. (They know each other.)"""
-        config = self._config
-
-        async def catch_up(engine: ManagedEngine) -> None:
-            await follower.keep(engine)
-
-        group = EngineGroup(
-            ACTOR,
-            config,
-            host=self._host,
-            routing=routing,
-            router_spec=router_spec,
-            events=self._events,
-            task_group=task_group,
-            catch_up=catch_up,
-            deadlines=deadlines,
-        )
-        updates = WeightUpdates(
-            group.engines,
-            routing,
-            config.weights,
-            deadlines,
-            quarantine=group.quarantine,
-            events=self._events,
-            task_group=task_group,
-        )
-        follower = CatchUp(
-            updates, verify=config.weights.verify != "never", quarantine=group.quarantine, events=self._events
-        )
-        capacity = Capacity(
-            group,
-            config,
-            self._layout,
-            build=lambda placement: self._builder.engine(placement, model),
-            events=self._events,
-        )
-        return _Parts(group, updates, capacity, task_group, model)
 
     async def wait_ready(self) -> None:
         """Returns when the router answers and every engine has generated, and models beside are served.
@@ -187,6 +136,10 @@ class InferenceController:
         """As `prepare_rollout`, for an evaluation."""
         await self._require_serving("evaluation")
 
+    async def wait_publication_needed(self) -> None:
+        """Returns once `FleetView.needs_publication`: for whoever can publish, beside a wait that has a deadline."""
+        await self._started.actor.wait_until(lambda: self._needs_publication)
+
     def fleet(self) -> FleetView:
         """Addresses, states and versions as they are now."""
         return FleetView(
@@ -195,6 +148,7 @@ class InferenceController:
             engines=tuple(engine.status for group in self._groups for engine in group.engines),
             model_urls={name: group.routing.router.url for name, group in self._models.groups.items()},
             metrics_urls={group.name: group.routing.router.metrics_url for group in self._groups},
+            needs_publication=self._needs_publication,
         )
 
     def model_url(self, name: str) -> str:
@@ -229,10 +183,11 @@ class InferenceController:
         """Pauses the engines and opens them for weights `version` (`attempt.step`).
 
         Waits until `engine.min_serving` engines can take part; others join when they are back. Raises
-        WeightUpdateError while another update is open or when no engine can take part; nothing is paused then.
+        WeightUpdateError while another update is open or when no engine can take part, EnginesLostError where they are
+        started again only after the trainer has left its GPUs (`onload`); nothing is paused then.
         """
         if self._started.updates.open_lease is None:
-            await self._started.actor.wait_updatable(self._config.engine.min_serving, f"weights {version}")
+            await self.wait_updatable(f"weights {version}")
         return await self._started.updates.begin(version)
 
     async def commit_weight_update(
@@ -253,6 +208,16 @@ class InferenceController:
         Engines leave the router until the next publication, unless `untouched` says that no tensor was sent.
         """
         await self._started.updates.abort(lease_id, failed, untouched=untouched)
+
+    async def wait_updatable(self, purpose: str = "weights") -> None:
+        """Returns when `engine.min_serving` engines can take weights; raises as `begin_weight_update` does."""
+        await self._started.actor.wait_updatable(self._config.engine.min_serving, purpose)
+
+    def copies_in_use(self) -> frozenset[Path]:
+        """Directories of weights that are to stay as they are: published, being loaded, or pinned for evaluation."""
+        published = self._started.updates.published
+        directory = None if published is None else published.directory
+        return self._copies.directories | (frozenset() if directory is None else {directory})
 
     async def recover_updatable_engines(self) -> None:
         """Returns when every engine that was not given up serves; raises EngineError where none is left."""
@@ -319,12 +284,15 @@ class InferenceController:
     # memory
 
     async def offload(self, tags: Sequence[str] | None = None) -> None:
-        """Pauses colocated engines and releases memory of `tags` (all by default). Refused on CPU."""
-        await self._memory.offload(self._started.actor.engines, tags)
+        """Pauses colocated engines and releases memory of `tags` (all by default): the trainer's turn. Refused on CPU.
+
+        Waits for a publication and for engines that start; one that fails is killed, and down until all was taken back.
+        """
+        await self._started.memory.offload(tags)
 
     async def onload(self, tags: Sequence[str] | None = None) -> None:
         """Takes memory of `tags` (all by default) back; an engine goes on once it has all of it."""
-        await self._memory.onload(self._started.actor.engines, tags)
+        await self._started.memory.onload(tags)
 
     async def onload_weights(self) -> None:
         await self.onload(("weights",))
@@ -355,12 +323,16 @@ class InferenceController:
         return [self._started.actor, *self._models.groups.values(), *([] if on_demand is None else [on_demand])]
 
     @property
+    def _needs_publication(self) -> bool:
+        return needs_publication(self._started.actor.engines, self._started.updates.published)
+
+    @property
     def _published_version(self) -> str | None:
         published = self._started.updates.published
         return None if published is None else published.version
 
     @property
-    def _started(self) -> _Parts:
+    def _started(self) -> ActorParts:
         if self._parts is None:
             raise EngineError("the fleet was not started; await start() first")
         return self._parts

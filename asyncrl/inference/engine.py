@@ -58,6 +58,8 @@ class ManagedEngine:
         """Memory tags that are released; the engine is paused while there is one."""
         self.baseline: Checksums | None = None
         """Checksums of the random numbers that stand where the first publication must arrive."""
+        self.proved = False
+        """Whether this process took a publication before it released its weights: it knows their names."""
         self.shared_memory: frozenset[Path] = frozenset()
         """Files in /dev/shm that go with it."""
         self.reads_copies = True
@@ -86,7 +88,7 @@ class ManagedEngine:
         """A new process is about to bear this id: a new generation, which holds no weights of the run."""
         self.endpoint = replace(self.endpoint, generation=self.endpoint.generation + 1)
         self.version, self.baseline, self.failure = None, None, None
-        self.routed, self.leaving = False, False
+        self.routed = self.leaving = self.proved = False
         self.offloaded, self.shared_memory = frozenset(), frozenset()
         self.move(EngineState.STARTING)
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0
 """An engine holds nothing that needs an orderly end; by itself it takes 6 s."""
+SHARED_MEMORY_LOOK_S = 1.0
+"""Pause between two looks at what an engine that starts has in /dev/shm; one takes some 10 ms."""
 HEAD_START_S = 0.1
 """For the router to forget an engine before it is killed: 2 to 70 ms measured."""
 
@@ -79,6 +81,7 @@ class EngineKeeper(Keeper):
             )
             with WAITS.register("restart", self.engine.engine_id, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
+            await self.settings.gpus.wait_turn(self.engine, self._unwanted)
             if self._unwanted.is_set():
                 return
             self.restarts += 1
@@ -128,6 +131,7 @@ class EngineKeeper(Keeper):
         self._serving = anyio.CancelScope()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve, pid, self._serving)
+            task_group.start_soon(self._note_shared_memory, pid)
             exited = await host.wait(engine.engine_id)
             task_group.cancel_scope.cancel()
         if not self._unwanted.is_set():
@@ -154,6 +158,12 @@ class EngineKeeper(Keeper):
                 task_group.start_soon(self._watch_processes, working)
                 task_group.start_soon(self._watch_health)
                 await self.settings.catch_up(engine)
+
+    async def _note_shared_memory(self, pid: int) -> None:
+        """Until it generates, which an engine may not live to see: nobody can look once it has ended."""
+        while self.engine.state is EngineState.STARTING:
+            self.engine.shared_memory |= await anyio.to_thread.run_sync(mapped_files, pid)
+            await anyio.sleep(SHARED_MEMORY_LOOK_S)
 
     async def _watch_processes(self, working: dict[int, str]) -> None:
         ended = await first_end(working)

@@ -5,6 +5,7 @@ Invariants
   fails leaves none that serves.
 - A pin is believed when every engine has said, after loading, which version it holds, and the router has answered with
   that version. Until then nothing is evaluated.
+- The pinned checkpoint is in use until the next pin, and its files stay: an engine that is started again reads them.
 - Whatever goes wrong here is an EngineError for whoever asked, never the end of the job. A fleet that failed is started
   anew when it is next asked for.
 """
@@ -12,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ from asyncrl.config.served import EVAL
 from asyncrl.data.fleet import EngineState, EvalFleetInfo
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import Builder, ServedModel
+from asyncrl.inference.copies_in_use import CopiesInUse
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError
@@ -49,8 +52,16 @@ class EvalFleet:
     """The group of `eval.fleet`."""
 
     def __init__(
-        self, config: Config, layout: ProcessLayout, builder: Builder, *, host: EngineHost, events: EventLog
+        self,
+        config: Config,
+        layout: ProcessLayout,
+        builder: Builder,
+        *,
+        host: EngineHost,
+        copies: CopiesInUse,
+        events: EventLog,
     ) -> None:
+        self._copies = copies
         self._config = config
         self._layout = layout
         self._builder = builder
@@ -58,6 +69,8 @@ class EvalFleet:
         self._events = events
         self._group: EngineGroup | None = None
         self._pinned: _Checkpoint | None = None
+        self._holding = ExitStack()
+        """Keeps the pinned checkpoint in use."""
         self._lock = anyio.Lock()
         self._closed = False
 
@@ -83,11 +96,15 @@ class EvalFleet:
 
         Raises EngineError where one cannot be brought there in two attempts; none serves then.
         """
+        with self._copies.held(directory):  # from now on, also while another pin is under way
+            return await self._pin(task_group, model, _Checkpoint(directory, version))
+
+    async def _pin(self, task_group: TaskGroup, model: ServedModel, checkpoint: _Checkpoint) -> EvalFleetInfo:
         async with self._lock:
             began = anyio.current_time()
             self._pinned = None
+            self._holding.close()
             group = await self._started(task_group, model)
-            checkpoint = _Checkpoint(directory, version)
             for last in (False, True):
                 try:
                     engines = await self._try(group, checkpoint)
@@ -97,10 +114,11 @@ class EvalFleet:
                     if last:
                         raise
             self._pinned = checkpoint
+            self._holding.enter_context(self._copies.held(checkpoint.directory))
             urls = tuple(engine.endpoint.url for engine in engines)
             seconds = anyio.current_time() - began
-            self._events.emit(EvalFleetPinned(version=version, engines=len(urls), seconds=seconds))
-            return EvalFleetInfo(router_url=group.routing.router.url, version=version, engine_urls=urls)
+            self._events.emit(EvalFleetPinned(version=checkpoint.version, engines=len(urls), seconds=seconds))
+            return EvalFleetInfo(group.routing.router.url, checkpoint.version, urls)
 
     async def _try(self, group: EngineGroup, checkpoint: _Checkpoint) -> list[ManagedEngine]:
         """Brings all engines that are wanted to the checkpoint, and waits for those that start; raises EngineError."""
@@ -155,7 +173,7 @@ class EvalFleet:
             checkpoint, group = self._pinned, self._group
             if checkpoint is None or group is None or engine.state is not EngineState.PENDING_WEIGHTS:
                 return
-            if not checkpoint.directory.exists():  # an older copy is not kept for ever
+            if not checkpoint.directory.exists():  # a checkpoint of the user's, who removed it
                 return
             engine.move(EngineState.UPDATING, f"pinned to weights {checkpoint.version}")
             try:

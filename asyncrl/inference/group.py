@@ -18,7 +18,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, EnginesLostError
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
@@ -31,6 +31,7 @@ from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.router_keeper import RouterKeeper
 from asyncrl.inference.routing import Routing
 from asyncrl.inference.scratch import unlink
+from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.inference.together import end_all
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
@@ -58,11 +59,13 @@ class EngineGroup:
         events: EventLog,
         task_group: TaskGroup,
         catch_up: CatchUpEngine,
+        gpus: SharedGpus | None = None,
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         essential: bool = True,
     ) -> None:
         """`catch_up` brings an engine that generates to the weights of the group, for as long as the engine lives.
 
+        `gpus`: those that engines of it share with the trainer; None where they share none.
         Of a group that is not `essential`, a failure is told to whoever waits for it and ends nothing else.
         """
         self._essential = essential
@@ -77,6 +80,7 @@ class EngineGroup:
         self._host = host
         self._events = events
         self._task_group = task_group
+        self._gpus = gpus or SharedGpus()
         self._settings = KeeperSettings(
             routing=routing,
             policy=RestartPolicy(config.engine.max_restarts, config.engine.restart_window_s),
@@ -86,6 +90,7 @@ class EngineGroup:
             events=events,
             on_ready=self._notify,
             catch_up=catch_up,
+            gpus=self._gpus,
         )
         self._keepers: dict[str, Keeper] = {}
         self._specs: dict[str, ProcessSpec] = {}
@@ -232,19 +237,30 @@ class EngineGroup:
         await self._wait(lambda: self._some_run(purpose) and any(map(serves, self.engines)), purpose)
 
     async def wait_updatable(self, number: int, purpose: str) -> None:
-        """Returns when `number` engines (or all that are wanted, if fewer) can take weights."""
+        """Returns when `number` engines (or all that are wanted, if fewer) can take weights.
+
+        Raises EnginesLostError where none can before the trainer has left its GPUs.
+        """
 
         def enough() -> bool:
             self._some_run(purpose)
+            coming = self._coming()
+            if not coming:
+                raise EnginesLostError(
+                    f"{purpose}: no engine is left in the trainer's turn on its GPUs: {self.states()}"
+                )
             able = sum(engine.takes_weights for engine in self.engines)
-            return able > 0 and able >= min(number, len(self._expected()))
+            return able > 0 and able >= min(number, len(coming))
 
         await self._wait(enough, purpose)
 
     async def wait_recovered(self) -> None:
-        """Returns when every engine that is wanted serves; raises EngineError where none is."""
+        """Returns when every engine that is wanted serves; raises EngineError where none is.
+
+        One that waits for the trainer to leave its GPUs is not waited for.
+        """
         await self._wait(
-            lambda: self._some_run("recovery") and all(serves(keeper.engine) for keeper in self._expected()), "recovery"
+            lambda: self._some_run("recovery") and all(serves(keeper.engine) for keeper in self._coming()), "recovery"
         )
 
     async def wait_until(self, satisfied: Callable[[], bool]) -> None:
@@ -264,6 +280,9 @@ class EngineGroup:
 
     def _expected(self) -> list[Keeper]:
         return [k for k in self._keepers.values() if k.wanted and k.engine.engine_id not in self._given_up]
+
+    def _coming(self) -> list[Keeper]:
+        return [keeper for keeper in self._expected() if not self._gpus.keeps_out(keeper.engine)]
 
     async def _wait(self, satisfied: Callable[[], bool], purpose: str) -> None:
         timeout_s = self._config.engine.start_timeout_s + self._config.router.start_timeout_s

@@ -23,6 +23,7 @@ from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.routing import Routing
+from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 
@@ -49,6 +50,8 @@ class KeeperSettings:
     """Hears each time that an engine generated after its start."""
     catch_up: CatchUpEngine
     """Brings it to serve from there."""
+    gpus: SharedGpus
+    """Where engines of it share some with the trainer: in its turn none is started."""
 
 
 class Keeper(ABC):

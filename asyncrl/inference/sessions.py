@@ -30,7 +30,8 @@ async def open_session(
 ) -> None:
     """Makes `engine` ready to receive.
 
-    `mode` is what becomes of running requests. To `verify`, one without weights of this run is given a baseline first.
+    `mode` is what becomes of running requests. To `verify`, one that never had weights of this run is given a baseline
+    first.
     """
     if "weights" in engine.offloaded:
         raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
@@ -39,7 +40,7 @@ async def open_session(
         await client.pause(mode, deadlines.pause_s)
     await client.set_version(f"torn:{version}", deadlines.step_s)
     await client.begin_weight_update(deadlines.step_s)
-    if engine.version is None and verify:
+    if engine.version is None and not engine.proved and verify:
         await client.check_weights("reset_tensors", timeout_s=deadlines.walk_s)
         engine.baseline = await client.check_weights("checksum", timeout_s=deadlines.walk_s)
 

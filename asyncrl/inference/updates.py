@@ -85,6 +85,11 @@ class WeightUpdates:
         self._expiry = anyio.CancelScope()
 
     @property
+    def lock(self) -> anyio.Lock:
+        """While somebody else holds it, no update begins, commits or is given up."""
+        return self._lock
+
+    @property
     def open_lease(self) -> UpdateLease | None:
         return self._book.open
 
@@ -120,7 +125,7 @@ class WeightUpdates:
         try:
             return await self._begin(version)
         except BaseException:  # a cancellation too: engines that were left to this update look for a copy again
-            self._signal_end()
+            self.signal_end()
             raise
         finally:
             self.beginning -= 1
@@ -223,7 +228,7 @@ class WeightUpdates:
                     verified=verified,
                 )
             )
-            self._signal_end()
+            self.signal_end()
             await self._route(engines)
             if first and any(engine.state is EngineState.SERVING for engine in engines):
                 await self._routing.probe(lease.version)
@@ -331,7 +336,7 @@ class WeightUpdates:
         self._events.emit(
             WeightUpdateAborted(lease=lease.lease_id, version=lease.version, reason=reason, restored=untouched)
         )
-        self._signal_end()
+        self.signal_end()
 
     async def _take_back(self, engines: Iterable[ManagedEngine], reason: str, *, untouched: bool) -> None:
         """Ends sessions and pauses; bounded, and not to be cancelled halfway."""
@@ -357,7 +362,8 @@ class WeightUpdates:
         self._book.end(lease_id, how)
         self._expiry.cancel()
 
-    def _signal_end(self) -> None:
+    def signal_end(self) -> None:
+        """Engines that wait for weights look again how they can come by them."""
         self.ends += 1
         ended, self._ended = self._ended, anyio.Event()
         ended.set()

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import anyio
-
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import CheckAction
 from asyncrl.inference.lifecycle import LIVE
+from asyncrl.inference.sessions import on_each
 from asyncrl.inference.verify import Checksums, abbreviate, differing
 
 
@@ -26,17 +25,22 @@ class WeightsCheck:
     async def run(
         self, engines: Sequence[ManagedEngine], action: CheckAction, skip_list: Sequence[str]
     ) -> Mapping[str, Checksums]:
-        """Checksums of all live engines for `checksum`, else nothing; `compare` raises EngineError as told there."""
+        """Checksums of all live engines that have their weights for `checksum`, else nothing.
+
+        Raises EngineError that names every engine which did not answer; `compare` also where tensors differ.
+        """
         results: dict[str, Checksums] = {}
         read: CheckAction = "checksum" if action in ("snapshot", "compare") else action
 
         async def one(engine: ManagedEngine) -> None:
             results[engine.engine_id] = await engine.client.check_weights(read, skip_list)
 
-        async with anyio.create_task_group() as task_group:
-            for engine in engines:
-                if engine.state in LIVE and engine.state is not EngineState.STARTING:
-                    task_group.start_soon(one, engine)
+        able = LIVE - {EngineState.STARTING}
+        asked = [engine for engine in engines if engine.state in able and "weights" not in engine.offloaded]
+        failed = await on_each(asked, one)
+        if failed:
+            told = "; ".join(f"{engine_id}: {reason}" for engine_id, reason in failed.items())
+            raise EngineError(f"weights were not checked ({action}): {told}")
         if action == "snapshot":
             self._references = results
         if action == "compare":

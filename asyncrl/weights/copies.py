@@ -3,10 +3,11 @@
 Invariants
 - A copy appears under its version's name complete or not at all, and is handed on only after that.
 - A copy that cannot be written (a full disk) costs a warning and nothing else: the publication goes on without it.
-- At most `KEPT` copies exist: an engine may still be reading the one before.
+- Of copies that nobody uses at most `KEPT` exist. One in use stays as it is, however old: an evaluation may be pinned
+  to it, or an engine still reading it.
 - The files of an older one are written over by the next: memory and blocks for 500 MiB of new files cost 1 s, new
-  numbers in old files 0.07 s (measured, ext4). New files get theirs before engines are paused. An engine that still
-  reads an old copy is two versions behind, and is not let in.
+  numbers in old files 0.07 s (measured, ext4). New files get theirs before engines are paused.
+- A disk that does not answer in time costs the copy, never the publication; none is begun before it has answered.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import hashlib
 import json
 import shutil
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
+import anyio.to_thread
 import structlog
 import torch
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.observability.waits import waiting
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import Sink, WeightSource
 
@@ -71,19 +74,45 @@ class Copies:
         self._directory = directory.absolute()
         self._largest_bytes = largest_bytes
         self._complete: list[Path] = []
+        self._at_disk = False
+        """A thread is at work on the files, waited for or not."""
 
     def writer(self, specs: Sequence[TensorSpec]) -> CopyWriter | None:
         """What takes the tensors of one publication, one at a time; None where they are not kept."""
+        if self._at_disk:
+            return None
         size = sum(spec.size_bytes for spec in specs)
         if self._largest_bytes is not None and size > self._largest_bytes:
             return None
         return CopyWriter(self._directory / _UNFINISHED, specs)
 
-    def publish(self, writer: CopyWriter, version: str) -> Path | None:
-        """The directory of a copy that is complete, under its final name; None where there is none."""
+    async def at_disk(self, what: str, step: Callable[[], T], timeout_s: float) -> T | None:
+        """Takes `step` (`publish`, or a writer's `reserve`) in a thread; None where the disk takes longer."""
+
+        def run() -> T:
+            self._at_disk = True
+            try:
+                return step()
+            finally:
+                self._at_disk = False
+
+        try:
+            with waiting(what, f"the disk of {self._directory}", timeout_s):
+                return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+        except TimeoutError as error:
+            _log.warning("no copy of the published weights", directory=str(self._directory), reason=str(error))
+            return None
+
+    def publish(self, writer: CopyWriter, version: str, in_use: Collection[Path] = ()) -> Path | None:
+        """The directory of a copy that is complete, under its final name; None where there is none.
+
+        `in_use`: directories of copies that are to stay as they are.
+        """
         if not writer.complete:
             return None
         final = self._directory / version
+        if final in in_use:  # a version is published again with the same weights
+            return final
         shutil.rmtree(final, ignore_errors=True)
         try:
             writer.directory.rename(final)
@@ -91,9 +120,14 @@ class Copies:
             _log.warning("no copy of the published weights", directory=str(final), reason=str(error))
             return None
         self._complete = [*(path for path in self._complete if path != final), final]
-        if len(self._complete) > KEPT:
-            with suppress(OSError):  # somebody removed it
-                self._complete.pop(0).rename(writer.directory)
+        spare = [path for path in self._complete[:-1] if path not in in_use]
+        for path in spare[: max(0, len(self._complete) - KEPT)]:
+            self._complete.remove(path)
+            if writer.directory.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):  # somebody removed it
+                    path.rename(writer.directory)
         return final
 
     def remove(self) -> None:
@@ -117,7 +151,7 @@ class CopyWriter:
         self._file: FileIO | None = None
         self._failed = False
 
-    def reserve(self) -> None:
+    def reserve(self) -> CopyWriter:
         """Gives the file its size, before engines stand still for the numbers. Whatever prevents it shows later."""
         size = len(self._header) + sum(spec.size_bytes for spec in self._specs)
         with suppress(OSError):
@@ -126,6 +160,7 @@ class CopyWriter:
                 # Written, not allocated: what takes time are the pages in memory.
                 while (missing := size - file.tell()) > 0:
                     file.write(bytes(min(missing, _RESERVE_BYTES)))
+        return self
 
     def start(self) -> None:
         """Begins anew: what an earlier transfer or an older copy left is written over."""

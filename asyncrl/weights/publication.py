@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import anyio
-import anyio.to_thread
 import structlog
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
@@ -42,6 +42,9 @@ class Fleet(Protocol):
 
         `directory` holds a copy of the weights for engines that join later, where one was kept.
         """
+
+    def copies_in_use(self) -> frozenset[Path]:
+        """Directories of copies that are to stay as they are: published, being loaded, or pinned for an evaluation."""
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
         """Takes the engines back; nothing stays paused, nothing serves torn weights. An ended lease is nothing to do.
@@ -109,6 +112,8 @@ async def publish(
     cleanup_timeout_s: float = 10.0,
     idle_timeout_s: float = 1800.0,
     abandon_timeout_s: float = 180.0,
+    reserve_timeout_s: float = 600.0,
+    copy_timeout_s: float = 10.0,
 ) -> PublicationReport:
     """Brings every updatable engine of `fleet` to the trainer's weights as `version`.
 
@@ -122,13 +127,23 @@ async def publish(
         cleanup_timeout_s: bound of the clean-up after a failure or cancellation.
         idle_timeout_s: longest wait until the trainer thread is free, before anything is paused.
         abandon_timeout_s: longest wait until a failed transfer has let go of its engines, before it is repeated.
+        reserve_timeout_s: longest wait for room on the disk for a copy, before anything is paused; then there is none.
+        copy_timeout_s: longest wait until a copy that was written has its name, while engines are paused.
 
     Raises:
         EnginesLostError: every engine was lost on the way; engines that are started again may take the next try.
         WeightUpdateError: no engine could be brought to the version; all were handed back to the fleet.
         TrainerError: a trainer rank failed in the export.
     """
-    timeouts = _Timeouts(begin_timeout_s, commit_timeout_s, cleanup_timeout_s, idle_timeout_s, abandon_timeout_s)
+    timeouts = _Timeouts(
+        begin_timeout_s,
+        commit_timeout_s,
+        cleanup_timeout_s,
+        idle_timeout_s,
+        abandon_timeout_s,
+        reserve_timeout_s,
+        copy_timeout_s,
+    )
     for remaining in reversed(range(attempts)):
         try:
             return await _transact(fleet, source, transport, version, attempts, events, copies, timeouts)
@@ -147,6 +162,8 @@ class _Timeouts:
     cleanup: float
     idle: float
     abandon: float
+    reserve: float
+    copy: float
 
 
 async def _transact(
@@ -162,9 +179,9 @@ async def _transact(
     """One transaction from the lease to its commit."""
     started = anyio.current_time()
     try:
-        writer = None if copies is None or transport.copy is not None else copies.writer(source.tensor_specs)
-        if writer is not None:
-            await anyio.to_thread.run_sync(writer.reserve)
+        writer = None if copies is None or transport.leaves_copy else copies.writer(source.tensor_specs)
+        if copies is not None and writer is not None:
+            writer = await copies.at_disk("room for a copy of the weights", writer.reserve, timeouts.reserve)
         # Engines are not paused while the trainer is still busy with something else.
         await source.call(_nothing, what="turn for the weight export", timeout_s=timeouts.idle)
         with waiting("pause and update session", "engines", timeouts.begin):
@@ -172,10 +189,11 @@ async def _transact(
         progress = _Progress(lease.engines)
         try:
             exported = source if writer is None else CopyingSource(source, writer)
-            await _transfer(exported, transport, version, attempts, events, progress, timeouts.abandon)
+            await _transfer(fleet, exported, transport, version, attempts, events, progress, timeouts.abandon)
             directory = transport.copy
             if copies is not None and writer is not None:
-                directory = await anyio.to_thread.run_sync(copies.publish, writer, version)
+                name = partial(copies.publish, writer, version, fleet.copies_in_use())
+                directory = await copies.at_disk("name of the copy of the weights", name, timeouts.copy)
             acks = [UpdateAck(e.engine_id, e.generation) for e in progress.complete]
             with waiting("commit of the weights", "engines", timeouts.commit):
                 # Finishing is the shortest way to a fleet that serves, so a cancellation waits for it, within bounds.
@@ -234,6 +252,7 @@ class _Progress:
 
 
 async def _transfer(
+    fleet: Fleet,
     source: WeightSource,
     transport: Transport,
     version: str,
@@ -249,7 +268,7 @@ async def _transfer(
         progress.transfers += 1
         began = anyio.current_time()
         touched_before, progress.touched = progress.touched, True  # unless the transfer lives to deny it
-        result = await transport.transfer(source, engines)
+        result = await transport.transfer(source, engines, fleet.copies_in_use())
         progress.transfer_s += anyio.current_time() - began
         progress.touched = touched_before or result.touched
         progress.bytes_sent = result.bytes_sent

@@ -6,7 +6,7 @@ rank 0 feeds, tensor by tensor, in the trainer thread. They meet in the wire its
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -120,11 +120,20 @@ class Transport(Protocol):
     """One way of moving all tensors from the trainer into engines that are paused and have an open session."""
 
     @property
-    def copy(self) -> Path | None:
-        """Directory in which the last transfer left all tensors, until the next but one; None where it leaves none."""
+    def leaves_copy(self) -> bool:
+        """Whether a transfer leaves all tensors in a directory."""
 
-    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
-        """Moves everything once. Engine and wire failures are in the result; only a failed trainer rank raises."""
+    @property
+    def copy(self) -> Path | None:
+        """That directory of the last transfer; None before the first, and where none is left."""
+
+    async def transfer(
+        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+    ) -> TransferResult:
+        """Moves everything once. Engine and wire failures are in the result; only a failed trainer rank raises.
+
+        `in_use`: directories of earlier transfers that are to stay as they are; the others may go.
+        """
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
         """After a cancelled or failed transfer: no engine of `engines` is left blocked in it. Idempotent."""

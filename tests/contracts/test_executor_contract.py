@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
-from tests.contracts.fakes import FakeExecutor
+from tests.contracts.fake_executor import FakeExecutor
 from tests.rollout.conftest import StartExecutor, anyio_backend, events, prompts, start_executor, tokenizer
 from tests.scripted.answers import scripted_engine
 

@@ -208,4 +208,8 @@ async def test_weights_compare_with_their_snapshot_by_checksum(start_fleet: Star
         with pytest.raises(EngineError, match="differ from the snapshot in engine-1: layer"):
             await fleet.controller.check_weights("compare")
         checksums = await fleet.controller.check_weights("checksum")
+        for engine in fleet.engines:
+            engine.script(refuse("weights_checker", 500, "out of memory"))
+        with pytest.raises(EngineError, match=r"not checked \(checksum\): engine-\d: .*memory.*; engine-\d: .*memory"):
+            await fleet.controller.check_weights("checksum")
         assert checksums["engine-0"][0].checksums.keys() == fleet.engines[0].base.keys()

@@ -1,84 +1,296 @@
-"""Order and arguments of offload and onload, which only a GPU can run for real."""
+"""Order and arguments of offload and onload, which only a GPU can run for real, and what becomes of who fails at it."""
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+import signal
+from collections.abc import Callable
+from pathlib import Path
 
+import anyio
 import pytest
 
-from asyncrl.data.fleet import EngineEndpoint, EngineState
-from asyncrl.errors import EngineError
-from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import EngineClient
-from asyncrl.inference.memory import Memory
-from asyncrl.observability.events import EventLog
+from asyncrl.errors import EngineError, EnginesLostError
+from asyncrl.inference import engine_api
+from asyncrl.observability.waits import WAITS, waiting
+from tests.inference.conftest import Fleet, StartFleet, colocated_layout, cpu_layout, eventually
+from tests.inference.test_colocation import publish as publish_in_turn
+from tests.inference.test_recovery import publish, serves
+from tests.inference.test_updates import acks, deliver
+from tests.scripted import Fault, die, drop, hang, instead, refuse
 
 pytestmark = pytest.mark.anyio
 
-
-class RecordingClient:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, object]] = []
-
-    async def pause(self, mode: str) -> None:
-        self.calls.append(("pause", mode))
-
-    async def resume(self) -> None:
-        self.calls.append(("resume", None))
-
-    async def release_memory(self, tags: tuple[str, ...]) -> None:
-        self.calls.append(("release", tags))
-
-    async def resume_memory(self, tags: tuple[str, ...]) -> None:
-        self.calls.append(("take back", tags))
+ALL = {"kv_cache", "cuda_graph", "weights"}
+FAULTS: dict[str, Callable[..., Fault]] = {
+    "dies": die,
+    "hangs": hang,
+    "drops the connection": drop,
+    "answers 500": functools.partial(refuse, status=500),
+}
 
 
-def serving_engine(colocated: bool = True) -> tuple[ManagedEngine, RecordingClient]:
-    endpoint = EngineEndpoint("engine-0", 0, "http://127.0.0.1:21000", 1, gpus=(0,), colocated=colocated)
-    engine = ManagedEngine(
-        endpoint,
-        session=None,  # type: ignore[arg-type]
-        events=EventLog(None),
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_api, "waiting", lambda what, whom, s: waiting(what, whom, 0.5 if s >= 10 else s))
+
+
+def memory_calls(fleet: Fleet, index: int = 0) -> list[str]:
+    moves = {"pause_generation", "continue_generation", "release_memory_occupation", "resume_memory_occupation"}
+    return [call for call in fleet.engines[index].calls if call in moves]
+
+
+async def test_an_engine_is_paused_before_its_memory_goes_and_goes_on_after_all_of_it_is_back(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1, colocated=True) as fleet:
+        await publish(fleet, "0.1", tmp_path)
+        engine, controller = fleet.engines[0], fleet.controller
+        engine.calls.clear()
+        await controller.offload()
+        assert memory_calls(fleet) == ["pause_generation", "release_memory_occupation"]
+        assert fleet.states() == ["offloaded"] and engine.offloaded == ALL
+        await controller.onload_weights()
+        assert fleet.states() == ["offloaded"] and engine.paused
+        await controller.onload_kv()
+        assert memory_calls(fleet)[2:] == ["resume_memory_occupation"] * 2 + ["continue_generation"]
+        assert engine.memory_calls == [
+            ("release", ("kv_cache", "cuda_graph", "weights")),
+            ("resume", ("weights",)),
+            ("resume", ("cuda_graph", "kv_cache")),
+        ]
+        await eventually(lambda: serves(fleet, 0, "0.1"))
+
+
+async def test_weights_that_were_released_are_served_by_nobody_before_they_are_there_again(
+    start_fleet: StartFleet,
+) -> None:
+    async with start_fleet(2, colocated=True) as fleet:
+        await publish(fleet, "0.0", None)
+        await fleet.controller.offload()
+        await fleet.controller.onload()
+        assert fleet.states() == ["pending_weights"] * 2 and fleet.router.workers == []
+        assert fleet.controller.fleet().needs_publication
+        checks = fleet.engines[0].calls.count("weights_checker")
+        await publish(fleet, "0.0", None)
+        assert serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0")
+        assert fleet.engines[0].calls.count("weights_checker") == checks, "its tensor names were proved before"
+
+
+async def test_what_an_engine_keeps_while_only_its_cache_is_away_it_serves_again(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, colocated=True) as fleet:
+        await publish(fleet, "0.0", None)
+        await fleet.controller.offload_kv()
+        await fleet.controller.onload_kv()
+        assert serves(fleet, 0, "0.0")
+
+
+async def test_offloading_twice_and_onloading_what_is_there_are_nothing_to_do(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1, colocated=True) as fleet:
+        await publish(fleet, "0.1", tmp_path)
+        fleet.engines[0].calls.clear()
+        await fleet.controller.onload()
+        await fleet.controller.offload(("kv_cache",))
+        await fleet.controller.offload(("kv_cache",))
+        assert memory_calls(fleet) == ["pause_generation", "release_memory_occupation"]
+
+
+async def test_an_engine_with_gpus_of_its_own_keeps_its_memory(start_fleet: StartFleet, tmp_path: Path) -> None:
+    layout = colocated_layout(2)
+    layout = type(layout)(
+        **{field: getattr(layout, field) for field in layout.__dataclass_fields__}
+        | {"engines": (layout.engines[0], cpu_layout(2).engines[1])}
     )
-    client = RecordingClient()
-    engine.client = cast(EngineClient, client)
-    engine.version = "0.1"
-    for state in (EngineState.PENDING_WEIGHTS, EngineState.UPDATING, EngineState.SERVING):
-        engine.move(state)
-    return engine, client
+    async with start_fleet(2, colocated=True, layout=layout) as fleet:
+        await publish(fleet, "0.1", tmp_path)
+        await fleet.controller.offload()
+        assert fleet.states() == ["offloaded", "serving"]
+        assert fleet.engines[1].memory_calls == []
 
 
-async def test_an_engine_is_paused_before_its_memory_goes_and_goes_on_after_all_of_it_is_back() -> None:
-    engine, client = serving_engine()
-    memory = Memory("cuda")
-    await memory.offload([engine], None)
-    assert client.calls == [("pause", "retract"), ("release", ("kv_cache", "cuda_graph", "weights"))]
-    assert engine.state is EngineState.OFFLOADED
-    client.calls.clear()
-    await memory.onload([engine], ("weights",))
-    assert client.calls == [("take back", ("weights",))]
-    assert engine.state is EngineState.OFFLOADED
-    await memory.onload([engine], ("kv_cache", "cuda_graph"))
-    assert client.calls[1:] == [("take back", ("cuda_graph", "kv_cache")), ("resume", None)]
-    assert engine.state is EngineState.SERVING
+async def test_an_unknown_tag_is_refused_with_those_there_are(start_fleet: StartFleet) -> None:
+    async with start_fleet(1, colocated=True) as fleet:
+        with pytest.raises(EngineError, match=r"unknown memory tags \['kv'\]; there are kv_cache, cuda_graph, weights"):
+            await fleet.controller.offload(("kv",))
 
 
-async def test_offloading_twice_and_onloading_what_is_there_are_nothing_to_do() -> None:
-    engine, client = serving_engine()
-    memory = Memory("cuda")
-    await memory.onload([engine], None)
-    await memory.offload([engine], ("kv_cache",))
-    await memory.offload([engine], ("kv_cache",))
-    assert client.calls == [("pause", "retract"), ("release", ("kv_cache",))]
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("step", ["pause_generation", "release_memory_occupation"])
+async def test_an_engine_that_fails_to_give_its_memory_up_is_killed_and_comes_back_in_the_engines_turn(
+    start_fleet: StartFleet, tmp_path: Path, step: str, fault: str
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        fleet.engines[1].script(FAULTS[fault](step))
+        await fleet.controller.offload()
+        assert fleet.engines[0].offloaded == ALL and not fleet.engines[1].alive
+        await fleet.controller.onload()
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
+        assert not any(engine.paused or engine.offloaded for engine in fleet.engines)
+        assert [engine.lives for engine in fleet.engines] == [1, 2]
+    assert fleet.failures == []
 
 
-async def test_an_engine_with_gpus_of_its_own_keeps_its_memory() -> None:
-    engine, client = serving_engine(colocated=False)
-    await Memory("cuda").offload([engine], None)
-    assert client.calls == []
-    assert engine.state is EngineState.SERVING
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("step", ["resume_memory_occupation", "continue_generation"])
+async def test_an_engine_that_fails_to_take_its_memory_back_is_started_again(
+    start_fleet: StartFleet, tmp_path: Path, step: str, fault: str
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        await fleet.controller.offload()
+        fleet.engines[1].script(FAULTS[fault](step))
+        await fleet.controller.onload()
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
+        assert [engine.lives for engine in fleet.engines] == [1, 2]
+    assert fleet.failures == []
 
 
-async def test_an_unknown_tag_is_refused_with_those_there_are() -> None:
-    with pytest.raises(EngineError, match=r"unknown memory tags \['kv'\]; there are kv_cache, cuda_graph, weights"):
-        await Memory("cuda").offload([], ("kv",))
+@pytest.mark.parametrize("step", ["pause_generation", "release_memory_occupation", "resume_memory_occupation"])
+async def test_an_engine_left_halfway_by_a_cancellation_is_started_again(
+    start_fleet: StartFleet, tmp_path: Path, step: str
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        with anyio.CancelScope() as scope:
+
+            async def cancel() -> None:
+                scope.cancel()
+                await anyio.sleep_forever()
+
+            fleet.engines[1].script(instead(step, cancel))
+            await fleet.controller.offload()
+            await fleet.controller.onload()
+        assert scope.cancelled_caught
+        assert not fleet.engines[1].alive
+        await fleet.controller.onload()
+        await eventually(lambda: serves(fleet, 1, "0.0"))
+        await eventually(lambda: serves(fleet, 0, "0.0"))
+    assert fleet.failures == []
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, "scheduler"])
+async def test_an_engine_that_dies_in_the_trainers_turn_is_not_started_before_its_end(
+    start_fleet: StartFleet, tmp_path: Path, way: signal.Signals | str
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        await fleet.controller.offload()
+        if isinstance(way, signal.Signals):
+            await fleet.host.signal("engine-1", way)
+        else:
+            await fleet.controller._started.actor.quarantine(fleet.controller._started.actor.engines[1], way)
+        await eventually(lambda: any(wait.what.startswith("end of the trainer's turn") for wait in WAITS.snapshot()))
+        await fleet.controller.onload_weights()
+        assert fleet.engines[1].lives == 1, "the trainer's weights are still there"
+        await fleet.controller.onload_kv()
+        await eventually(lambda: serves(fleet, 1, "0.0"))
+        assert fleet.engines[1].lives == 2
+    assert fleet.failures == []
+
+
+async def test_a_publication_in_the_trainers_turn_goes_to_those_that_live_and_waits_for_no_other(
+    start_fleet: StartFleet,
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3, engine={"min_serving": 2}) as fleet:
+        await fleet.controller.wait_ready()
+        await fleet.controller.offload()
+        await publish_in_turn(fleet, "0.0")
+        await fleet.controller.offload()
+        await fleet.host.kill("engine-1")
+        await eventually(lambda: fleet.states()[1] == "dead")
+        with anyio.fail_after(5):
+            await publish_in_turn(fleet, "0.1")
+        await eventually(lambda: fleet.engines[1].lives == 2 and fleet.states() == ["serving", "pending_weights"])
+        await fleet.controller.offload()
+        await publish_in_turn(fleet, "0.2")
+        await eventually(lambda: serves(fleet, 0, "0.2") and serves(fleet, 1, "0.2"))
+    assert fleet.failures == []
+
+
+async def test_a_publication_for_which_nobody_is_left_in_the_trainers_turn_is_refused_at_once(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        await fleet.controller.offload()
+        await fleet.host.kill("engine-0")
+        await eventually(lambda: fleet.states() == ["dead"])
+        with anyio.fail_after(2), pytest.raises(EnginesLostError, match=r"weights 0\.1: no engine is left in the"):
+            await fleet.controller.begin_weight_update("0.1")
+        await fleet.controller.onload()
+        with anyio.fail_after(5):
+            await fleet.controller.wait_updatable()
+    assert fleet.failures == []
+
+
+async def test_offloading_waits_for_an_engine_that_starts_and_loads_and_then_keeps_it_from_its_memory(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        fleet.engines[1].script(instead("update_weights_from_disk", lambda: anyio.sleep(0.3)))
+        await fleet.host.kill("engine-1")
+        await eventually(lambda: fleet.states()[1] == "starting" or fleet.engines[1].lives == 2)
+        with anyio.fail_after(5):
+            await fleet.controller.offload()
+        assert all(engine.offloaded == ALL for engine in fleet.engines)
+        await fleet.controller.onload()
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
+
+
+async def test_an_engine_whose_start_does_not_end_makes_room_by_force(start_fleet: StartFleet, tmp_path: Path) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        fleet.controller._started.memory._settle_timeout_s = 0.5
+        fleet.engines[1].script(hang("generate", times=None))
+        await fleet.host.kill("engine-1")
+        await eventually(lambda: fleet.engines[1].lives == 2)
+        with anyio.fail_after(3):
+            await fleet.controller.offload()
+        assert not fleet.engines[1].alive
+        fleet.engines[1].faults.clear()
+        await fleet.controller.onload()
+        await eventually(lambda: serves(fleet, 1, "0.0"))
+
+
+async def test_memory_does_not_move_while_weights_are_published(start_fleet: StartFleet) -> None:
+    async with start_fleet(2, colocated=True) as fleet:
+        await publish(fleet, "0.0", None)
+        lease = await fleet.controller.begin_weight_update("0.1")
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(fleet.controller.offload)
+            await eventually(lambda: any("engines on the trainer's GPUs" in wait.subject for wait in WAITS.snapshot()))
+            deliver(fleet, "0.1")
+            await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
+        assert all(engine.offloaded == ALL and engine.version == "0.1" for engine in fleet.engines)
+        assert fleet.states() == ["offloaded", "offloaded"]
+
+
+async def test_the_wait_for_the_trainers_turn_has_an_end(start_fleet: StartFleet, tmp_path: Path) -> None:
+    async with start_fleet(2, colocated=True, restarts=3, train={"step_timeout_s": 0.1}) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        await fleet.controller.offload()
+        await fleet.host.kill("engine-1")
+        await eventually(
+            lambda: not fleet.controller._started.actor.is_wanted(fleet.controller._started.actor.engines[1])
+        )
+        await fleet.controller.onload()
+        await fleet.controller.prepare_rollout(1)
+        assert fleet.engines[1].lives == 1
+    assert fleet.failures == []
+
+
+async def test_a_fleet_is_disposed_of_at_once_while_an_engine_waits_for_its_gpu(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        await fleet.controller.offload()
+        await fleet.host.kill("engine-0")
+        await eventually(lambda: fleet.states() == ["dead"])
+        with anyio.fail_after(1):
+            await fleet.controller.dispose()
+    assert fleet.failures == []

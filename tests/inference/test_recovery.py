@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
+from asyncrl.inference import engine_keeper
 from tests.inference.conftest import Fleet, StartFleet, dispose_within, eventually
 from tests.inference.test_updates import acks, deliver, tensors_of
 from tests.scripted import die, freeze, instead
@@ -344,3 +345,16 @@ async def test_a_router_that_answers_nonsense_is_told_in_one_message(start_fleet
         router = fleet.controller._started.actor.routing.router
         with pytest.raises(EngineError, match="router: GET /workers: "):
             await router.workers()
+
+
+async def test_what_an_engine_left_in_shared_memory_goes_although_it_never_generated(
+    start_fleet: StartFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "load-table"
+    left.touch()
+    monkeypatch.setattr(engine_keeper, "mapped_files", lambda pid: frozenset({left}))
+    async with start_fleet(1, prepare=lambda fleet: fleet.engines[0].script(hang("generate"))) as fleet:
+        await eventually(lambda: "generate" in fleet.engines[0].calls)
+        await fleet.host.kill("engine-0")
+        await eventually(lambda: not left.exists())
+    assert [type(failure) for failure in fleet.failures] == [EngineError]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.disk import DiskTransport
 from tests.inference.conftest import Fleet, StartFleet
 from tests.scripted import Latency, ScriptedEngine
+from tests.scripted.server import ScriptedServer
 from tests.weights.fakes import ThreadSource
 
 CALL_S = 1.2
@@ -135,10 +136,16 @@ async def rig(
     latency: Latency | None = None,
     slots: int = 128,
     on_update: str = "retract",
+    servers: Mapping[str, ScriptedServer] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies."""
+    """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies.
+
+    `servers`: what is started under names beside those of the fleet.
+    """
 
     def prepare(fleet: Fleet) -> None:
+        fleet.host.servers |= servers or {}
         for engine in fleet.engines:
             engine.latency, engine.slots = latency or engine.latency, slots
 
@@ -152,9 +159,13 @@ async def rig(
     if disk is not None:
         transport = DiskTransport(EngineClient.open, directory=disk, **options)
     try:
-        weights = {"verify": "always", "on_update": on_update}
         async with start_fleet(
-            engines, tensors=tensors_of("base"), prepare=prepare, restarts=restarts, weights=weights
+            engines,
+            tensors=tensors_of("base"),
+            prepare=prepare,
+            restarts=restarts,
+            weights={"verify": "always", "on_update": on_update},
+            **settings,
         ) as fleet:
             await fleet.controller.wait_ready()
             yield Rig(fleet, source, transport, None if copies is None else Copies(copies))

@@ -5,7 +5,7 @@ Invariants, as measured on the real engine
 - A weight call on a paused engine holds what pause and continue need, so a hung one blocks those; on an engine that is
   not paused it waits for every running request first.
 - /ping and /model_info are answered by the HTTP server alone, whatever the scheduler does.
-- What kills the real engine kills this one: memory endpoints on a CPU or on a busy engine, ids outside the vocabulary.
+- What kills the real engine kills this one: memory endpoints on a CPU or a busy engine, ids outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -167,9 +167,7 @@ class ScriptedEngine(ScriptedServer):
     async def _model_info(self, body: dict[str, Any], http: web.Request) -> web.Response:
         return answer(
             model_path=self.model_path,
-            tokenizer_path=self.initial_model_path,
             is_generation=True,
-            preferred_sampling_params=None,
             weight_version=self.version,
         )
 
@@ -307,7 +305,7 @@ class ScriptedEngine(ScriptedServer):
         if action == "compare":
             return answer(400, success=False, message="Found no NVIDIA driver on your system.")
         known = action in ("snapshot", "reset_tensors")
-        return answer(200 if known else 400, success=known, message="" if known else f"unknown action {action!r}")
+        return answer(200 if known else 400, success=known, message=f"action {action!r}")
 
     async def _release(self, body: dict[str, Any], http: web.Request) -> web.Response:
         tags = tuple(body.get("tags") or MEMORY_TAGS)
@@ -326,6 +324,8 @@ class ScriptedEngine(ScriptedServer):
                 await self._crash()
             self.memory_calls.append(("resume", tags))
             self.offloaded -= set(tags)
+            if "weights" in tags:
+                self.weights.reset()  # there is no copy in host memory
         return web.Response(text="null", content_type="application/json")
 
     # the script, for engines in another process

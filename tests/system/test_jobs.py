@@ -74,3 +74,22 @@ def test_a_job_with_one_engine_survives_its_death(tmp_path: Path, tiny_models: t
     # Either it loaded what was published, or the next publication found it waiting.
     back = [e for e in events if e["kind"] == "engine_state" and e["generation"] == 1 and e["state"] == "serving"]
     assert back and back[0]["version"] is not None
+
+
+def test_a_job_that_keeps_no_copy_of_its_weights_publishes_them_again_when_its_engine_dies(
+    tmp_path: Path, tiny_models: tuple[Path, Path]
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=3)
+    options = ("--weights.keep_published", "never", "--rollout.max_new_tokens", "160", "--rollout.ignore_eos")
+    with job(recipe, *options) as started:
+        started.wait_for_event("weights_published", 150, version="0.1")  # from here on it generates
+        [engine] = [e for e in started.events() if e["kind"] == "process_spawned" and e["name"] == "engine-0"]
+        os.kill(engine["pid"], signal.SIGKILL)
+        code = started.process.wait(timeout=200)
+        assert code == 0, started.text()
+        started.assert_nothing_is_left(within_s=15)
+    events = started.events()
+    published = [event["version"] for event in events if event["kind"] == "weights_published"]
+    assert published == ["0.0", "0.1", "0.1", "0.2", "0.3"]
+    trained = [event["group_ids"] for event in events if event["kind"] == "groups_trained"]
+    assert len({group for groups in trained for group in groups}) == 3 * 4

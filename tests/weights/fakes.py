@@ -89,6 +89,12 @@ class AccountingFleet:
     hooks: dict[str, Hook] = field(default_factory=dict)
     """Run in the middle of `begin`, `commit` or `abort`."""
     leases: int = 0
+    in_use: frozenset[Path] = frozenset()
+    directories: list[Path | None] = field(default_factory=list)
+    """Of copies, by commit."""
+
+    def copies_in_use(self) -> frozenset[Path]:
+        return self.in_use
 
     async def begin_weight_update(self, version: str) -> UpdateLease:
         assert self.lease is None, "the lease before was never given back"
@@ -108,6 +114,7 @@ class AccountingFleet:
     ) -> None:
         assert self.lease is not None and self.lease.lease_id == lease_id
         await self._hook("commit")
+        self.directories.append(directory)
         acked = {ack.engine_id for ack in acks}
         for engine in self.lease.engines:
             if engine.engine_id in acked:

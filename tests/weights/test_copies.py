@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import anyio
@@ -16,10 +18,11 @@ from safetensors.torch import load_file
 from asyncrl.config import Config
 from asyncrl.errors import WeightUpdateError
 from asyncrl.weights.copies import LARGEST_BYTES, Copies, CopyingSource, CopyWriter, make_copies, weights_directory
+from tests.inference.conftest import eventually
 from tests.weights.fakes import random_tensors, specs_of
 
 
-def write(copies: Copies, version: str, seed: int = 0) -> Path | None:
+def write(copies: Copies, version: str, seed: int = 0, in_use: Collection[Path] = ()) -> Path | None:
     tensors = random_tensors(seed)
     writer = copies.writer(specs_of(tensors))
     assert writer is not None
@@ -27,7 +30,7 @@ def write(copies: Copies, version: str, seed: int = 0) -> Path | None:
     for name, tensor in tensors.items():
         writer.put(name, tensor)
     writer.finish()
-    return copies.publish(writer, version)
+    return copies.publish(writer, version, in_use)
 
 
 def test_a_copy_is_read_back_bit_by_bit_by_the_library_that_engines_use(tmp_path: Path) -> None:
@@ -123,6 +126,48 @@ def test_a_version_that_is_published_again_replaces_its_copy_and_no_other(tmp_pa
     for version in ("0.1", "0.2", "0.2", "0.2"):
         write(copies, version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.1", "0.2"]
+
+
+def test_a_copy_in_use_stays_as_it_is_however_many_follow(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    pinned = write(copies, "0.1")
+    assert pinned is not None
+    with safe_open(pinned / "model.safetensors", "pt") as mapped:
+        for seed, version in enumerate(("0.2", "0.3", "0.4", "0.5"), start=1):
+            write(copies, version, seed, in_use=[pinned])
+        held, expected = load_file(pinned / "model.safetensors"), random_tensors()
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+        assert torch.equal(mapped.get_tensor("big"), expected["big"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".next", "0.1", "0.5"]
+    write(copies, "0.6")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".next", "0.5", "0.6"]
+
+
+def test_a_version_that_is_published_again_leaves_the_copy_that_is_being_read(tmp_path: Path) -> None:
+    copies = Copies(tmp_path)
+    published = write(copies, "0.1")
+    assert published is not None
+    file = (published / "model.safetensors").stat().st_ino
+    assert write(copies, "0.1", in_use=[published]) == published
+    assert (published / "model.safetensors").stat().st_ino == file
+    assert write(copies, "0.2") is not None
+
+
+@pytest.mark.anyio
+async def test_a_disk_that_does_not_answer_costs_copies_until_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies, specs = Copies(tmp_path), specs_of(random_tensors())
+    writer, answers = copies.writer(specs), threading.Event()
+    assert writer is not None
+    with anyio.fail_after(5):
+        assert await copies.at_disk("room for a copy", answers.wait, 0.05) is None
+    assert "no room for a copy from the disk of" in capsys.readouterr().out
+    assert copies.writer(specs) is None, "the thread may still write into the files"
+    answers.set()
+    await eventually(lambda: copies.writer(specs) is not None)
+    with anyio.fail_after(5):
+        assert await copies.at_disk("room for a copy", writer.reserve, 5.0) is writer
 
 
 def test_a_copy_that_was_broken_off_does_not_appear(tmp_path: Path) -> None:

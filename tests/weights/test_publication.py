@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -14,6 +16,7 @@ from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
+from asyncrl.weights.copies import Copies, CopyWriter
 from asyncrl.weights.publication import PublicationReport, engines_to_retry, publish
 from asyncrl.weights.shielding import finish_despite_cancellation
 from asyncrl.weights.transfer import EngineFailure, FailureKind, TransferResult, WeightSource
@@ -32,11 +35,17 @@ class ScriptedTransport:
     hooks: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     in_transfer: set[str] = field(default_factory=set)
 
+    leaves_copy: bool = False
+    in_use: list[Collection[Path]] = field(default_factory=list)
+
     @property
     def copy(self) -> Path | None:
         return None
 
-    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
+    async def transfer(
+        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+    ) -> TransferResult:
+        self.in_use.append(in_use)
         self.asked.append(tuple(e.engine_id for e in engines))
         self.in_transfer = {e.engine_id for e in engines}
         await self._hook("transfer")
@@ -63,7 +72,12 @@ def fleet() -> AccountingFleet:
 
 
 async def run(
-    fleet: AccountingFleet, source: ThreadSource, transport: ScriptedTransport, events: EventLog, version: str = "0.1"
+    fleet: AccountingFleet,
+    source: ThreadSource,
+    transport: ScriptedTransport,
+    events: EventLog,
+    version: str = "0.1",
+    copies: Copies | None = None,
 ) -> PublicationReport:
     return await publish(
         fleet,
@@ -72,11 +86,14 @@ async def run(
         version=version,
         attempts=2,
         events=events,
+        copies=copies,
         begin_timeout_s=0.2,
         commit_timeout_s=0.2,
         cleanup_timeout_s=0.2,
         idle_timeout_s=0.2,
         abandon_timeout_s=0.2,
+        reserve_timeout_s=0.2,
+        copy_timeout_s=0.2,
     )
 
 
@@ -218,6 +235,40 @@ async def test_engines_keep_what_they_hold_when_no_tensor_was_sent(
 def test_who_is_tried_again(kinds: Mapping[int, EngineFailure], again: tuple[int, ...]) -> None:
     result = TransferResult(0, {f"engine-{i}": failure for i, failure in kinds.items()}, "broken")
     assert [e.engine_id for e in engines_to_retry(ENGINES, result)] == [f"engine-{i}" for i in again]
+
+
+@pytest.mark.parametrize("step", ["reserve", "publish"])
+async def test_a_disk_that_hangs_costs_the_copy_and_neither_the_publication_nor_the_pause(
+    step: str, fleet: AccountingFleet, source: ThreadSource, events: EventLog, tmp_path: Path, monkeypatch: Any
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(CopyWriter if step == "reserve" else Copies, step, lambda *_: answers.wait(10))
+    try:
+        with anyio.fail_after(3.0):
+            report = await run(fleet, source, ScriptedTransport(), events, copies=Copies(tmp_path))
+            again = await run(fleet, source, ScriptedTransport(), events, "0.2", copies=Copies(tmp_path))
+    finally:
+        answers.set()
+    assert max(report.pause_s, again.pause_s) < 1.0
+    assert fleet.directories == [None, None]
+    assert set(fleet.serving.values()) == {"0.2"}
+
+
+async def test_a_transport_that_leaves_a_copy_is_not_copied_a_second_time(
+    fleet: AccountingFleet, source: ThreadSource, events: EventLog, tmp_path: Path
+) -> None:
+    transport = ScriptedTransport(leaves_copy=True)
+    await run(fleet, source, transport, events, copies=Copies(tmp_path / "published"))
+    assert not (tmp_path / "published").exists()
+
+
+async def test_every_transfer_hears_which_copies_are_in_use(
+    fleet: AccountingFleet, source: ThreadSource, events: EventLog, tmp_path: Path
+) -> None:
+    transport = ScriptedTransport([TransferResult(0, {}, "broken")])
+    fleet.in_use = frozenset({tmp_path / "pinned"})
+    await run(fleet, source, transport, events)
+    assert transport.in_use == [fleet.in_use, fleet.in_use]
 
 
 async def test_a_cancelled_commit_is_finished(fleet: AccountingFleet, source: ThreadSource, events: EventLog) -> None:

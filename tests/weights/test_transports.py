@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.data.fleet import EngineEndpoint
@@ -328,3 +329,23 @@ def test_a_filler_returns_buckets_exactly_as_planned() -> None:
     filler.check_complete()
     with pytest.raises(WeightUpdateError, match="more"):
         filler.add("more", torch.zeros(1))
+
+
+async def test_files_on_disk_stay_as_they_are_while_they_are_in_use_and_go_after_that(
+    make_disk: Make, source: ThreadSource, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "weights" / "of-a-killed-job").mkdir(parents=True)
+    engine, transport = await start(), make_disk()
+    await transport.transfer(source, endpoints([engine]))
+    published, expected = transport.copy, source.tensors
+    assert published is not None
+    for seed in (1, 2, 3):
+        source.tensors = random_tensors(seed)
+        await transport.transfer(source, endpoints([engine]), [published])
+        assert_equal(engine, source.tensors)
+    held = {name: tensor for file in published.iterdir() for name, tensor in load_file(file).items()}
+    assert held.keys() == expected.keys() and all(torch.equal(held[name], expected[name]) for name in held)
+    assert set((tmp_path / "weights").iterdir()) == {published, transport.copy}
+    await transport.transfer(source, endpoints([engine]))
+    assert list((tmp_path / "weights").iterdir()) == [transport.copy]
+    await transport.aclose()

@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,10 +96,16 @@ class BroadcastTransport:
         self._stopped: str | None = None
 
     @property
+    def leaves_copy(self) -> bool:
+        return False
+
+    @property
     def copy(self) -> Path | None:
         return None
 
-    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
+    async def transfer(
+        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+    ) -> TransferResult:
         self._source = source
         async with open_clients(self._open_engine, engines) as clients:
             # A cancellation only stops the trainer at the next bucket: engines that are told nothing more would

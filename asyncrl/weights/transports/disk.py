@@ -1,13 +1,14 @@
 """Disk transport: the trainer writes safetensors into the run directory, every engine loads them from there.
 
-For engines that no process group reaches. The files of the last publication stay until the next but one or the end of
-the job: an engine reports their directory as its model path, and one that joins later loads them.
+For engines that no process group reaches. Each transfer has a directory of its own, which stays while the fleet says
+that it is in use, that of the published weights among them: an engine that joins later loads it. What nobody uses goes
+before the next transfer, what a killed job left there included, and the rest with the job.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from asyncrl.weights.transfer import (
 
 
 class DiskTransport:
-    """See the module's docstring; `directory` belongs to it alone. Transfers alternate between two places in it."""
+    """See the module's docstring; `directory` belongs to it alone."""
 
     def __init__(
         self,
@@ -48,17 +49,24 @@ class DiskTransport:
         self._transfers = 0
 
     @property
+    def leaves_copy(self) -> bool:
+        return True
+
+    @property
     def copy(self) -> Path | None:
         return self._place if self._transfers else None
 
     @property
     def _place(self) -> Path:
-        return self._directory / f"transfer-{self._transfers % 2}"
+        return self._directory / f"transfer-{self._transfers:06d}"
 
-    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
+    async def transfer(
+        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+    ) -> TransferResult:
         self._transfers += 1
         place = self._place
-        self._sink = sink = DiskSink(place, BucketFiller(source.tensor_specs, self._bucket_bytes))
+        filler = BucketFiller(source.tensor_specs, self._bucket_bytes)
+        self._sink = sink = DiskSink(place, filler, in_use=frozenset(in_use))
         buckets = len(sink.filler.buckets)
         try:
             await source.export(sink, timeout_s=self._timeout_s * (buckets + 1))
@@ -86,19 +94,24 @@ class DiskTransport:
 class DiskSink:
     """Writes one safetensors file per bucket, in the trainer thread."""
 
-    def __init__(self, directory: Path, filler: BucketFiller) -> None:
+    def __init__(self, directory: Path, filler: BucketFiller, *, in_use: frozenset[Path]) -> None:
+        """What lies beside `directory` and is not `in_use` is removed first."""
         self.filler = filler
         self.bytes_written = 0
         self.stopped = False
         self._directory = directory
+        self._in_use = in_use
         self._prepared = False
 
     def put(self, name: str, tensor: Tensor) -> None:
         if self.stopped:
             raise WeightUpdateError("the transfer was given up")
         if not self._prepared:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory.mkdir(parents=True)
+            self._directory.parent.mkdir(parents=True, exist_ok=True)
+            for other in tuple(self._directory.parent.iterdir()):
+                if other not in self._in_use:
+                    shutil.rmtree(other, ignore_errors=True)
+            self._directory.mkdir()
             self._prepared = True
         full = self.filler.add(name, tensor)
         if full is not None:

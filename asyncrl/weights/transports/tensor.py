@@ -16,7 +16,7 @@ import asyncio
 import base64
 import io
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -58,10 +58,16 @@ class TensorTransport:
         self._sink: TensorSink | None = None
 
     @property
+    def leaves_copy(self) -> bool:
+        return False
+
+    @property
     def copy(self) -> Path | None:
         return None
 
-    async def transfer(self, source: WeightSource, engines: Sequence[EngineEndpoint]) -> TransferResult:
+    async def transfer(
+        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+    ) -> TransferResult:
         filler = BucketFiller(source.tensor_specs, self._bucket_bytes)
         last = len(filler.buckets) - 1
         offers, taken = anyio.create_memory_object_stream[tuple[int, str]](1)

@@ -1,0 +1,29 @@
+"""Which copies of weights engines read, or may be told to read again: whoever writes copies leaves these alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class CopiesInUse:
+    """A directory is in use as often as it is held."""
+
+    def __init__(self) -> None:
+        self._held: Counter[Path] = Counter()
+
+    @property
+    def directories(self) -> frozenset[Path]:
+        return frozenset(self._held)
+
+    @contextmanager
+    def held(self, directory: Path) -> Iterator[None]:
+        self._held[directory] += 1
+        try:
+            yield
+        finally:
+            self._held[directory] -= 1
+            if not self._held[directory]:
+                del self._held[directory]

@@ -1,0 +1,103 @@
+"""An executor in memory, with the contract of the real one and nothing behind it.
+
+A loop can be run against it in milliseconds. It keeps the real one's ledger, so that what is refused there is refused
+here; samples are made up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+import numpy as np
+
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.errors import RolloutError
+from asyncrl.rollout.evaluation import EvalReport, skipped_report
+from asyncrl.rollout.ledger import Ledger
+
+
+class FakeExecutor:
+    """A RolloutExecutor that makes its samples up; rewards alternate within each group."""
+
+    def __init__(self, *, prompts_per_step: int = 2, samples_per_prompt: int = 4, tokens: int = 3) -> None:
+        self.version = ""
+        self._prompts_per_step = prompts_per_step
+        self._samples_per_prompt = samples_per_prompt
+        self._tokens = tokens
+        self._ledger = Ledger()
+        self._groups = 0
+        self._disposed = False
+
+    async def get(self, rollout_id: int) -> RolloutBatch:
+        if self._disposed:
+            raise RolloutError(f"rollout {rollout_id} is being gathered already, or the executor was disposed")
+        self._ledger.check_deliverable(rollout_id)
+        groups = [self._sample() for _ in range(self._prompts_per_step)]
+        self._ledger.deliver(rollout_id, [group.group_id for group in groups])
+        return RolloutBatch.from_groups(rollout_id, groups, temperature=1.0)
+
+    async def commit(self, rollout_id: int) -> None:
+        self._ledger.commit(rollout_id)
+
+    async def save(self) -> dict[str, bytes]:
+        self._ledger.check_all_committed()
+        return {"fake.json": str(self._groups).encode()}
+
+    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+        self._groups = int(files["fake.json"])
+
+    async def eval(self, rollout_id: int) -> EvalReport:
+        return self.report_eval_skip(rollout_id, "a fake has nothing to evaluate")
+
+    def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
+        return skipped_report(rollout_id, reason)
+
+    def generate_ahead(self, first: int, num_rollouts: int) -> None:
+        """What it makes up is there at once."""
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def engines_paused(self) -> None:
+        """There are no deadlines here."""
+
+    def engines_resumed(self) -> None: ...
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def counts(self) -> Counter[str]:
+        """Groups by the state in which they ended or stand."""
+        return Counter({state.value: number for state, number in self._ledger.counts().items()})
+
+    async def dispose(self) -> None:
+        if not self._disposed:
+            self._disposed = True
+            self._ledger.drop_delivered("the job ended before they were trained")
+
+    def _sample(self) -> SampleGroup:
+        group_id = f"{self._groups:08d}"
+        self._groups += 1
+        prompt_ids = np.arange(1, 4, dtype=np.int32)
+        prompt = Prompt(prompt_id=group_id, text="", token_ids=prompt_ids)
+        self._ledger.admit(group_id, group_id, 0)
+        self._ledger.run(group_id)
+        samples = tuple(
+            Sample(
+                sample_id=f"{group_id}.{index:03d}",
+                group_id=group_id,
+                prompt_ids=prompt_ids,
+                output_ids=np.full(self._tokens, 5, np.int32),
+                logprobs=np.full(self._tokens, -1.0, np.float32),
+                finish_reason="length",
+                versions=(VersionSpan(self.version, 0, self._tokens),),
+                text="",
+                reward=float(index % 2),
+            )
+            for index in range(self._samples_per_prompt)
+        )
+        self._ledger.finish(group_id, len(samples), 0)
+        return SampleGroup(group_id, prompt, samples)

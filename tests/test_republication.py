@@ -1,0 +1,219 @@
+"""All engines lose the weights and no copy is left: the trainer, which has them, publishes again and the job goes on.
+
+The controller, the publication and its gloo group are real; engines are scripted, trainer and executor do what a loop
+asks of them here and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.components import RolloutComponents
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.inference.engine_api import Generation
+from asyncrl.phases import evaluate, gather, make_room, publish
+from asyncrl.rollout.evaluation import EvalReport, skipped_report
+from asyncrl.weights.publication import PublicationReport
+from tests.inference.conftest import StartFleet, anyio_backend, eventually, start_fleet
+from tests.inference.transaction_rig import Rig, rig
+
+pytestmark = pytest.mark.anyio
+__all__ = ["anyio_backend", "start_fleet"]  # fixtures
+
+KV = {"kv_cache", "cuda_graph"}
+BOUND_S = 20.0
+"""For what takes two restarts and a publication, a second or two; two cores that are overbooked take longer."""
+
+
+class Trainer:
+    """Publishes what it holds; on shared GPUs it must find room."""
+
+    def __init__(self, rig: Rig, shares: bool) -> None:
+        self.rig, self.shares = rig, shares
+        self.on_gpu = False
+
+    async def update_weights(self, rollout_id: int | None = None) -> PublicationReport:
+        assert self.on_gpu or not self.shares
+        return await self.rig.publish(f"0.{0 if rollout_id is None else rollout_id + 1}")
+
+    async def onload(self) -> None:
+        for engine in self.rig.fleet.engines:
+            assert not engine.alive or engine.offloaded >= KV, (
+                "an engine and the trainer have no room beside each other"
+            )
+        self.on_gpu = True
+
+    async def offload(self, *, keep_weights: bool = False) -> None:
+        self.on_gpu = self.on_gpu and keep_weights
+
+
+class Executor:
+    """A batch is one token, an evaluation another."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.versions: list[str] = []
+        self.before: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Happens once, when generation has begun."""
+
+    async def get(self, rollout_id: int) -> Generation:
+        if self.before is not None:
+            before, self.before = self.before, None
+            await before()
+        while True:
+            try:
+                return await self.rig.fleet.controller._started.actor.routing.router.probe(None)
+            except EngineError:
+                await anyio.sleep(0.02)
+
+    async def eval(self, step: int) -> EvalReport:
+        return skipped_report(step, (await self.get(step)).meta_info.weight_version)
+
+    def report_eval_skip(self, step: int, reason: str) -> EvalReport:
+        raise AssertionError(reason)
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """As with weights.on_update = wait."""
+        assert self.rig.fleet.controller.fleet().serves, "requests that nobody serves would be waited for"
+        yield
+
+    def set_weight_version(self, version: str) -> None:
+        self.versions.append(version)
+
+
+class Played:
+    def __init__(self, rig: Rig, shares: bool) -> None:
+        self.rig = rig
+        self.trainer: Any = Trainer(rig, shares)
+        self.executor: Any = Executor(rig)
+        self.components = RolloutComponents(rig.fleet.controller, self.executor, None)
+        self.notes: list[str] = []
+        record = SimpleNamespace(
+            note=self.notes.append, phase=lambda name: nullcontext(), evaluated=lambda *point: None
+        )
+        self.job: Any = SimpleNamespace(config=Config(), layout=SimpleNamespace(colocated=shares), record=record)
+
+    async def lose_all(self) -> None:
+        for number in range(len(self.rig.fleet.engines)):
+            await self.rig.fleet.host.kill(f"engine-{number}")
+
+    async def publish(self, rollout_id: int | None) -> None:
+        await publish(self.job, self.components, self.trainer, rollout_id)
+
+    async def gather(self, rollout_id: int) -> Generation:
+        with anyio.fail_after(BOUND_S):
+            batch: Any = await gather(self.job, self.components, self.trainer, rollout_id)
+        assert isinstance(batch, Generation)
+        return batch
+
+    def published(self) -> list[str]:
+        return [event["version"] for event in self.rig.fleet.events.recent if event["kind"] == "weights_published"]
+
+
+@asynccontextmanager
+async def played(start_fleet: StartFleet, engines: int, *, shares: bool = False) -> AsyncIterator[Played]:
+    async with rig(start_fleet, engines=engines, restarts=5, colocated=shares) as it:
+        play = Played(it, shares)
+        if shares:
+            spawn = it.fleet.host.spawn
+
+            async def alone(spec: Any) -> int:
+                assert not play.trainer.on_gpu, "an engine was started while the trainer had its GPU"
+                return await spawn(spec)
+
+            it.fleet.host.spawn = alone  # type: ignore[method-assign]
+            await make_room(play.job, it.fleet.controller)
+            await play.trainer.onload()
+        yield play
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["GPUs of their own", "shared GPUs"])
+@pytest.mark.parametrize("when", ["before generation", "during generation"])
+async def test_engines_that_all_lost_the_weights_are_given_the_same_again(
+    start_fleet: StartFleet, when: str, shares: bool
+) -> None:
+    async with played(start_fleet, 2, shares=shares) as play:
+        await play.publish(2)
+        if when == "before generation":
+            await play.lose_all()
+        else:
+            play.executor.before = play.lose_all
+        generation = await play.gather(3)
+        assert generation.meta_info.weight_version == "0.3"
+        assert play.published() == ["0.3", "0.3"] == play.executor.versions
+        assert play.rig.complaints() == []
+        assert len(play.notes) == 1 and "published again" in play.notes[0]
+        assert (await play.gather(3)).meta_info.weight_version == "0.3"
+        assert len(play.published()) == 2
+
+
+async def test_an_evaluation_outlives_the_loss_of_all_engines(start_fleet: StartFleet) -> None:
+    async with played(start_fleet, 1) as play:
+        await play.publish(None)
+        play.executor.before = play.lose_all
+        with anyio.fail_after(BOUND_S):
+            await evaluate(play.job, play.components, play.trainer, 0)
+        assert play.published() == ["0.0", "0.0"]
+
+
+async def test_one_engine_that_lives_is_enough_and_nothing_is_published_again(start_fleet: StartFleet) -> None:
+    async with played(start_fleet, 2) as play:
+        await play.publish(2)
+        await play.rig.fleet.host.kill("engine-0")
+        await play.gather(3)
+        await eventually(lambda: play.rig.fleet.states() == ["pending_weights", "serving"])
+        await play.gather(3)
+        assert play.published() == ["0.3"]
+
+
+async def test_the_loss_of_all_engines_in_the_trainers_turn_costs_a_start_and_not_the_job(
+    start_fleet: StartFleet,
+) -> None:
+    async with played(start_fleet, 1, shares=True) as play:
+        controller = play.rig.fleet.controller
+        await play.publish(None)
+        for rollout_id in range(2):
+            assert (await play.gather(rollout_id)).meta_info.weight_version == f"0.{rollout_id}"
+            await controller.offload()
+            await play.trainer.onload()
+            if rollout_id == 0:
+                await play.lose_all()
+                await eventually(lambda: play.rig.fleet.states() == ["dead"])
+            with anyio.fail_after(BOUND_S):
+                await play.publish(rollout_id)
+            assert play.rig.serves(0, f"0.{rollout_id + 1}") and play.rig.complaints() == []
+        assert play.rig.fleet.engines[0].lives == 2
+        assert play.published() == ["0.0", "0.1", "0.2"]
+
+
+async def test_what_goes_wrong_beside_the_engines_is_raised_as_it_is(start_fleet: StartFleet) -> None:
+    async with played(start_fleet, 1) as play:
+        await play.publish(2)
+
+        async def fail() -> None:
+            raise AsyncRLError("the data has ended")
+
+        play.executor.before = fail
+        with pytest.raises(AsyncRLError, match="the data has ended"):
+            await play.gather(3)
+
+
+async def test_a_publication_that_fails_once_more_ends_the_wait_for_a_batch(start_fleet: StartFleet) -> None:
+    async with played(start_fleet, 1) as play:
+        await play.publish(2)
+
+        async def broken(rollout_id: int | None = None) -> None:
+            raise AsyncRLError("the trainer is gone")
+
+        play.trainer.update_weights = broken
+        play.executor.before = play.lose_all
+        with pytest.raises(AsyncRLError, match="the trainer is gone"):
+            await play.gather(3)
