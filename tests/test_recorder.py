@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from collections.abc import Iterator
@@ -117,3 +118,11 @@ def test_engines_that_stop_serving_are_shown_once_the_steps_began(run: Run) -> N
     for engine in ("engine-0", "engine-1"):
         state(engine, "stopped")
     assert run.shown() == ["1 of 2 engines serve", "all 2 engines serve"]
+
+
+def test_what_start_up_made_is_kept_from_the_garbage_collector(run: Run) -> None:
+    try:
+        run.record.start(1)
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

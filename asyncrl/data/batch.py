@@ -65,14 +65,16 @@ class RolloutBatch:
                     samples.append(sample)
                     index.append(i)
         pieces = [part for s in samples for part in (s.prompt_ids, s.output_ids)]
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-        logprobs = np.concatenate([s.logprobs for s in samples]) if samples else np.empty(0, np.float32)
+        tokens = np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, np.int64)
+        logprobs = (
+            np.concatenate([s.logprobs for s in samples], dtype=np.float32) if samples else np.empty(0, np.float32)
+        )
         return cls(
             rollout_id=rollout_id,
-            tokens=torch.from_numpy(tokens.astype(np.int64)),
+            tokens=torch.from_numpy(tokens),
             sequence_lengths=torch.tensor([len(s.prompt_ids) + len(s.output_ids) for s in samples], dtype=torch.int64),
             prompt_lengths=torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64),
-            logprobs=torch.from_numpy(logprobs.astype(np.float32)),
+            logprobs=torch.from_numpy(logprobs),
             loss_mask=torch.ones(len(logprobs), dtype=torch.bool),
             rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
             group_index=torch.tensor(index, dtype=torch.int64),

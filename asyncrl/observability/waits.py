@@ -10,9 +10,10 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 import anyio
 
@@ -48,17 +49,9 @@ class WaitRegistry:
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
-    @contextmanager
-    def register(self, what: str, subject: str, deadline_s: float) -> Iterator[None]:
+    def register(self, what: str, subject: str, deadline_s: float) -> _Registered:
         """Registers without enforcing: for waits in threads, whose deadline the called library enforces."""
-        key = next(self._ids)
-        with self._lock:
-            self._waits[key] = Wait(what, subject, time.monotonic(), deadline_s)
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._waits[key]
+        return _Registered(self, what, subject, deadline_s)
 
     def snapshot(self) -> tuple[Wait, ...]:
         """All waits in progress, oldest first."""
@@ -71,20 +64,64 @@ class WaitRegistry:
             return next(iter(self._waits.values()), None)
 
 
+class _Registered:
+    """One wait, in the registry while its body runs. Classes and no generators here: every request passes through."""
+
+    __slots__ = ("_deadline_s", "_key", "_registry", "_subject", "_what")
+
+    def __init__(self, registry: WaitRegistry, what: str, subject: str, deadline_s: float) -> None:
+        self._registry, self._what, self._subject, self._deadline_s = registry, what, subject, deadline_s
+
+    def __enter__(self) -> None:
+        registry = self._registry
+        wait = Wait(self._what, self._subject, time.monotonic(), self._deadline_s)
+        self._key = next(registry._ids)
+        with registry._lock:
+            registry._waits[self._key] = wait
+
+    def __exit__(self, *_: object) -> None:
+        registry = self._registry
+        with registry._lock:
+            del registry._waits[self._key]
+
+
+class _Waiting:
+    """A registered wait that ends at its deadline."""
+
+    __slots__ = ("_awaited", "_registered", "_scope", "_timeout_s")
+
+    def __init__(self, what: str, subject: str, timeout_s: float) -> None:
+        self._registered = WAITS.register(what, subject, timeout_s)
+        self._timeout_s = timeout_s
+        self._awaited = what, subject
+
+    def __enter__(self) -> None:
+        self._registered.__enter__()
+        self._scope = anyio.move_on_after(self._timeout_s)
+        self._scope.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool | None:
+        try:
+            swallowed = self._scope.__exit__(kind, error, at)
+        finally:
+            self._registered.__exit__()
+        if self._scope.cancelled_caught:
+            what, subject = self._awaited
+            raise TimeoutError(f"no {what} from {subject} after {self._timeout_s:g} s") from None
+        return swallowed
+
+
 WAITS = WaitRegistry()
 
 
-@contextmanager
-def waiting(what: str, subject: str, timeout_s: float) -> Iterator[None]:
+def waiting(what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
     """Registers a wait of async code and ends it with TimeoutError after `timeout_s`; the message names both.
 
     A TimeoutError that the body raises by itself (a nested wait, a socket) passes through as it is.
     """
-    with WAITS.register(what, subject, timeout_s):
-        with anyio.move_on_after(timeout_s) as scope:
-            yield
-        if scope.cancelled_caught:
-            raise TimeoutError(f"no {what} from {subject} after {timeout_s:g} s")
+    return _Waiting(what, subject, timeout_s)
 
 
 def format_waits(waits: Sequence[Wait] | None = None, *, waiter: str = "driver", now: float | None = None) -> str:

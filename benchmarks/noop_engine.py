@@ -1,0 +1,114 @@
+"""An engine that does nothing: answers every POST with one prepared /generate body, at once or after a time.
+
+    python benchmarks/noop_engine.py [--tokens 1000] [--latency-s 1 --jitter 0.5] [--cpu 1]
+
+Prints its port. What is measured against it must not be its own limit, so it is a bare protocol on uvloop that looks
+for the end of a request and reads nothing of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+VOCABULARY = 151_936
+"""Ids are drawn from below it: as many digits as those of a current model."""
+_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_WORDS = ("the ", "of ", "sum ", "=", " 12", "\n", "so ", "we ", "have ", "x", "²", ". ")
+
+
+def body(tokens: int) -> bytes:
+    """An answer with the engine's field names; log-probs are float32 values written out as float64, as it does."""
+    dice = random.Random(0)
+    ids = [dice.randrange(100, VOCABULARY) for _ in range(tokens)]
+    # two kinds of tokens, as of a trained policy: nearly certain ones and open choices
+    logprobs = [float32(-dice.expovariate(dice.choice((1.5, 1.5, 200.0)))) for _ in range(tokens)]
+    answer = {
+        "text": "".join(dice.choice(_WORDS) for _ in range(tokens)),
+        "output_ids": ids,
+        "meta_info": {
+            "id": "0123abcd-00000000.000.0000",
+            "finish_reason": {"type": "stop", "matched": VOCABULARY - 1},
+            "prompt_tokens": 512,
+            "weight_version": "default",
+            "weight_versions": [{"version": "default", "start": 0, "end": tokens}],
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)],
+            "completion_tokens": tokens,
+            "cached_tokens": 511,
+            "e2e_latency": 1.234567890123456,
+        },
+    }
+    return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+class Answering(asyncio.Protocol):
+    """One connection; requests that came together are answered each."""
+
+    def __init__(self, answer: bytes, latency_s: Callable[[], float]) -> None:
+        self._answer, self._latency_s = answer, latency_s
+        self._received = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (head := self._received.find(b"\r\n\r\n")) >= 0:
+            length = _LENGTH.search(self._received, 0, head)
+            end = head + 4 + (int(length[1]) if length else 0)
+            if len(self._received) < end:
+                return
+            self._received = self._received[end:]
+            if (latency_s := self._latency_s()) > 0:
+                asyncio.get_running_loop().call_later(latency_s, self._reply)
+            else:
+                self._reply()
+
+    def _reply(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(self._answer)
+
+
+async def serve(tokens: int, latency_s: float, jitter: float) -> None:
+    content = body(tokens)
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    answer = head.encode() + content
+
+    def draw() -> float:
+        return latency_s * (1 + jitter * (2 * random.random() - 1))
+
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Answering(answer, draw), "127.0.0.1", 0, backlog=8192
+    )
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--latency-s", type=float, default=0.0, help="mean time to an answer")
+    parser.add_argument("--jitter", type=float, default=0.0, help="latency is uniform in mean * (1 +- jitter)")
+    parser.add_argument("--cpu", type=int, help="the core to run on")
+    arguments = parser.parse_args()
+    if arguments.cpu is not None:
+        os.sched_setaffinity(0, {arguments.cpu})
+    anyio.run(serve, arguments.tokens, arguments.latency_s, arguments.jitter, backend_options={"use_uvloop": True})
+
+
+if __name__ == "__main__":
+    main()
