@@ -90,6 +90,7 @@ def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
 async def create_train_group(job: Job, components: RolloutComponents) -> TrainGroup:
     """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`."""
     from asyncrl.inference.engine_api import EngineClient
+    from asyncrl.pauses import ToldFleet
     from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
     from asyncrl.weights.copies import make_copies
@@ -110,7 +111,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
-        fleet=controller,
+        fleet=ToldFleet(controller, components.rollout_executor),
         copies=copies,
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
     )

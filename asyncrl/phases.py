@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -133,15 +133,22 @@ async def publish(
         await controller.wait_updatable()
         await _change_places(job, controller, trainer)
         publication = await update(components, trainer, rollout_id)
-    executor.set_weight_version(publication.version)
+    if job.layout.colocated:
+        executor.set_weight_version(publication.version)  # engines have all of their memory back only now
     return publication
 
 
+def _requests_held(components: RolloutComponents) -> AbstractAsyncContextManager[None]:
+    """What an update does to requests; nothing where no engine serves them, since they do not end before it."""
+    return components.rollout_executor.updating() if components.inference_controller.fleet().serves else nullcontext()
+
+
 async def _update(components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None) -> PublicationReport:
-    controller, executor, _ = components
-    # Requests that no engine serves do not end before it.
-    async with executor.updating() if controller.fleet().serves else nullcontext():
-        return await trainer.update_weights(rollout_id)
+    async with _requests_held(components):
+        publication = await trainer.update_weights(rollout_id)
+        # Before a request is sent: it goes by the weights that it begins under.
+        components.rollout_executor.set_weight_version(publication.version)
+        return publication
 
 
 async def _update_in_turn(
@@ -151,7 +158,8 @@ async def _update_in_turn(
     controller = components.inference_controller
     await trainer.offload(keep_weights=True)
     await controller.onload_weights()
-    publication = await _update(components, trainer, rollout_id)
+    async with _requests_held(components):
+        publication = await trainer.update_weights(rollout_id)
     await trainer.offload()
     await controller.onload_kv()
     return publication

@@ -178,9 +178,11 @@ class WeightsConfig(Section):
     attempts: int = Field(default=2, ge=1)
     """Transfers tried within one publication before it fails."""
 
-    on_update: Literal["retract", "wait", "abort"] = "retract"
+    on_update: Literal["retract", "in_place", "wait", "abort"] = "retract"
     """What running requests do when new weights arrive. retract: keep their tokens, whose KV the new weights compute
-    again; log-probs stay exact for each token. wait: end first, while nothing new is sent. abort: begin again."""
+    again; log-probs stay exact for each token. in_place: keep tokens and KV, so that nothing is computed again; log-
+    probs of what follows are approximate, as they rest on KV of older weights. wait: end first, while nothing new is
+    sent. abort: begin again."""
 
     keep_published: Literal["auto", "always", "never"] = "auto"
     """Keep a copy of the published weights for engines that join later (a restarted engine serves again without waiting

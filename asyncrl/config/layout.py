@@ -293,6 +293,7 @@ def _engines_on_gpus(
             )
         )
     problems.extend(_transport_problems(engines))
+    problems.extend(_update_problems(config, engines))
     return tuple(engines)
 
 
@@ -371,3 +372,16 @@ def _transport_problems(engines: list[EnginePlacement]) -> list[Problem]:
             )
         )
     return problems
+
+
+def _update_problems(config: Config, engines: list[EnginePlacement]) -> list[Problem]:
+    shared = [e.engine_id for e in engines if e.colocated]
+    if config.weights.on_update != "in_place" or not shared:
+        return []
+    return [
+        Problem(
+            "weights.on_update",
+            f"in_place keeps the KV of running requests, but {', '.join(shared)} gives up all KV whenever the trainer "
+            "needs its GPU; use retract, or give engines GPUs of their own",
+        )
+    ]

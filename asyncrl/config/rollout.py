@@ -39,11 +39,16 @@ class RolloutConfig(Section):
     concurrency: int = Field(default=256, ge=1)
     """Requests in flight at once."""
 
+    adaptive_concurrency: bool = False
+    """Keep fewer than that in flight while engines queue requests or run out of KV memory: less at each look that
+    finds one overloaded, slowly more again afterwards. Works with engines of ours and others' alike."""
+
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for one response; the pause of a weight update counts too."""
+    """Longest wait for one response. Time in which engines are paused by an update of the weights does not count."""
 
     request_retries: int = Field(default=4, ge=0)
-    """Attempts after the first for a request whose connection broke or that got a 5xx."""
+    """Attempts after the first for a request whose connection broke, or that got a 5xx or no answer in time. What is
+    refused for now (429, 503) is waited out instead, request_timeout_s in all; what is wrong (4xx) fails at once."""
 
     max_staleness: int | None = Field(default=None, ge=0)
     """Most optimizer steps between the weights that made a token and those that it trains; a hard bound. How far

@@ -29,6 +29,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_schedule_problems(config),
         *_staleness_problems(config),
         *_interval_problems(config),
+        *_update_problems(config),
         *_batch_problems(config, machine),
         *_length_problems(config, facts),
         *_data_problems(config),
@@ -103,6 +104,17 @@ def _interval_problems(config: Config) -> Iterator[Problem]:
             "eval.every",
             f"{every} is no multiple of {interval} (train.update_weights_interval): what is evaluated are the "
             f"published weights, which would be older than the step; use {every + interval - every % interval}",
+        )
+
+
+def _update_problems(config: Config) -> Iterator[Problem]:
+    speculative = config.engine.server_args.get("speculative_algorithm")
+    if config.weights.on_update == "in_place" and speculative is not None:
+        yield Problem(
+            "weights.on_update",
+            "in_place leaves the decoding step that is in flight to end under new weights, and with "
+            f"engine.server_args.speculative_algorithm = {speculative} it makes an unknown number of tokens, whose "
+            "weights could not be told; use retract",
         )
 
 

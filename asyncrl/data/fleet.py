@@ -18,7 +18,8 @@ to the engine, which ignores it."""
 def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> str | None:
     """Value of that header for a request of sample `sample_id` (`group.index`); None where none is to be sent.
 
-    A conversation is a sample: all its turns, and every attempt at one of them, carry the same key.
+    A conversation is a sample: all its turns carry the same key (what is sent again after a failure of the engine
+    excepted, which is to go elsewhere).
     """
     if sticky == "off":
         return None

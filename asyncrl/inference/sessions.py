@@ -7,7 +7,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 
@@ -15,6 +15,14 @@ from asyncrl.errors import EngineError
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError, PauseMode
+
+PAUSE_MODES: Mapping[str, PauseMode] = {
+    "retract": "retract",
+    "in_place": "in_place",
+    "wait": "retract",  # of what did not end in time
+    "abort": "abort",
+}
+"""How engines are paused, by weights.on_update."""
 
 
 async def open_session(

@@ -25,11 +25,10 @@ from asyncrl.data.fleet import EngineState, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import PauseMode
 from asyncrl.inference.events import WeightUpdateAborted, WeightUpdateBegun, WeightUpdateCommitted
 from asyncrl.inference.leases import LeaseBook, sort_acks
 from asyncrl.inference.routing import Routing
-from asyncrl.inference.sessions import close_session, on_each, open_session, reason_of, resume
+from asyncrl.inference.sessions import PAUSE_MODES, close_session, on_each, open_session, reason_of, resume
 from asyncrl.inference.verify import Checksums, abbreviate, disagreement, unreceived
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
@@ -144,7 +143,7 @@ class WeightUpdates:
             members = _members(engines)
             try:
                 verify = self._config.verify != "never"
-                mode: PauseMode = "abort" if self._config.on_update == "abort" else "retract"
+                mode = PAUSE_MODES[self._config.on_update]
                 failed = await on_each(
                     engines,
                     lambda engine: open_session(engine, version, verify=verify, deadlines=self.deadlines, mode=mode),

@@ -164,26 +164,11 @@ _TIMELINE: Mapping[str, _Wording] = {
 }
 """Kinds that are told one by one; other known kinds are counted."""
 
-_COUNTED = frozenset(
-    {
-        "process_spawned",
-        "step_finished",
-        "trainer_stepped",
-        "group_admitted",
-        "group_running",
-        "group_finished",
-        "groups_delivered",
-        "groups_trained",
-        "groups_restored",
-        "group_filtered",
-        "group_dropped",
-        "request_failed",
-        "reward_failed",
-        "weight_update_begun",
-        "weight_update_committed",
-        "weights_published",
-    }
-)
+_GROUP = frozenset({"group_admitted", "group_running", "group_finished", "group_filtered", "group_dropped"})
+_GROUPS = frozenset({"groups_delivered", "groups_trained", "groups_restored"})
+_FAILURES = frozenset({"request_failed", "requests_aborted", "concurrency_lowered", "reward_failed"})
+_ROUTINE = frozenset({"process_spawned", "trainer_stepped", "weight_update_begun", "weight_update_committed"})
+_COUNTED = _GROUP | _GROUPS | _FAILURES | _ROUTINE | {"step_finished", "weights_published"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +239,7 @@ def _count(report: RunReport, event: Record) -> None:
                 pause_s=_number(event.get("pause_s")),
             )
         )
-    elif kind in ("groups_delivered", "groups_trained", "groups_restored"):
+    elif kind in _GROUPS:
         report.groups[kind.removeprefix("groups_")] += _size(event.get("group_ids"))
     elif kind in ("group_filtered", "group_dropped"):
         report.groups[f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"] += 1
@@ -262,6 +247,10 @@ def _count(report: RunReport, event: Record) -> None:
         report.groups[kind.removeprefix("group_")] += 1
     elif kind == "request_failed":
         report.failures[f"request: {event.get('failure', '?')}"] += 1
+    elif kind == "requests_aborted":
+        report.failures["request: given up and ended in the engines"] += int(_number(event.get("requests")))
+    elif kind == "concurrency_lowered":
+        report.failures["engines overloaded: concurrency lowered"] += 1
     elif kind == "reward_failed":
         report.failures[f"reward: {event.get('reason', '?')}"] += 1
 

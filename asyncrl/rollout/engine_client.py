@@ -1,9 +1,12 @@
 """EngineClient: sends prompts to the router's /generate and brings back what was sampled, whatever happens on the way.
 
 Invariants
-- Each attempt has its own id: client nonce, sample id, attempt number. All are of one width, because the engine aborts
+- Each attempt has its own id: client nonce, sample id, attempt number. None begins another, because the engine aborts
   by prefix, and none is used twice, because it refuses an id it has seen a moment ago.
-- Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever.
+- Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. Their clock stands
+  still while engines are paused (`engine_clock.py`).
+- An attempt that ended without an answer is given up (`on_given_up`): an engine may still be at work on it.
+- While it is held nothing is sent, what is sent again included.
 - One session, whose pool is as large as the number of requests in flight: a smaller one would queue them unseen.
 """
 
@@ -12,8 +15,10 @@ from __future__ import annotations
 import random
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal
 
@@ -22,10 +27,17 @@ import anyio
 import msgspec
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
-from asyncrl.observability.waits import WAITS, waiting
+from asyncrl.observability.waits import WAITS
+from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.events import RequestFailed
-from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy
-from asyncrl.rollout.wire import AttemptFailed, Generation, decode_answer, encode_request
+from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy, parse_retry_after
+from asyncrl.rollout.wire import (
+    AttemptFailed,
+    Generation,
+    attribute_steps_in_flight,
+    decode_answer,
+    encode_request,
+)
 
 _CONNECT_TIMEOUT_S = 10.0  # loopback or cluster network: a connection that takes longer will not come
 _KEEPALIVE_S = (
@@ -34,6 +46,15 @@ _KEEPALIVE_S = (
 _HEADERS = {"Content-Type": "application/json"}
 _ROUTER_ERROR = "X-SMG-Error-Code"
 _KNOWS_NO_ENGINE = "model_not_found"  # smg's word, with a 404, for what sglang-router answers 503
+
+
+def _ignore(rid: str, reason: str) -> None:
+    """Engines find out by themselves."""
+
+
+def request_id(nonce: str, sample_id: str, attempt: int) -> str:
+    """Of one attempt. No such id begins another one: an engine that is to abort one aborts all that begin like it."""
+    return f"{nonce}-{sample_id}.{attempt:04d}"
 
 
 class GenerationFailed(Exception):
@@ -65,14 +86,34 @@ class EngineClient:
         policy: RetryPolicy,
         sticky: Literal["off", "group", "sample"] = "off",
         on_failure: Callable[[RequestFailed], None] | None = None,
+        clock: EngineClock | None = None,
+        on_given_up: Callable[[str, str], None] = _ignore,
+        keeps_kv: bool = False,
     ) -> None:
-        """`sticky` says which requests ask for the same engine; `on_failure` hears of every failed attempt."""
+        """Sends nothing yet.
+
+        Args:
+            timeout_s: longest wait for one answer, by the clock of `clock`.
+            sticky: which requests ask for the same engine.
+            on_failure: hears of every failed attempt.
+            on_given_up: hears the id of every attempt that ended without an answer, and why.
+            keeps_kv: engines keep the KV of running requests, and their prefix caches, when weights change. Requests
+                then share KV with those only that were sent under the same weights (`published`).
+        """
         self._url = router_url.rstrip("/") + "/generate"
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._policy = policy
-        self._sticky = sticky
+        self._sticky: Literal["off", "group", "sample"] = sticky
         self._on_failure = on_failure
+        self._clock = clock or EngineClock()
+        self._on_given_up = on_given_up
+        self._keeps_kv = keeps_kv
+        self._published: str | None = None
+        self._on_the_wire: set[str] = set()
+        self._answered = anyio.Event()
+        self._held = 0
+        self._released = anyio.Event()
         self._nonce = secrets.token_hex(4)
         self._random = random.Random()
         self._in_flight = 0
@@ -100,27 +141,56 @@ class EngineClient:
     def statistics(self) -> ClientStatistics:
         return ClientStatistics(self._in_flight, self._completed, self._failed, dict(self._failed_attempts))
 
+    @property
+    def on_the_wire(self) -> frozenset[str]:
+        """Ids of the attempts that were sent and have no answer yet."""
+        return frozenset(self._on_the_wire)
+
+    async def answered(self, rids: Collection[str]) -> None:
+        """Returns when none of these attempts is on the wire; each has its deadline."""
+        while not self._on_the_wire.isdisjoint(rids):
+            await self._answered.wait()
+
+    def published(self, version: str) -> None:
+        """Engines hold `version` now."""
+        self._published = version
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Sends nothing, while what is on the wire goes on."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            if not self._held:
+                self._released.set()
+                self._released = anyio.Event()
+
     async def generate(self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> Generation:
         """One response to one prompt. Raises GenerationFailed when the policy gives up."""
         history = RetryHistory()
-        key = routing_key(self._sticky, sample_id)
-        headers = _HEADERS if key is None else {**_HEADERS, ROUTING_KEY_HEADER: key}
         attempt = 0
         self._in_flight += 1
         try:
             while True:
                 try:
                     generation = await self._attempt(
-                        f"{self._nonce}-{sample_id}.{attempt:04d}", input_ids, sampling_params, headers
+                        request_id(self._nonce, sample_id, attempt),
+                        input_ids,
+                        sampling_params,
+                        self._headers(sample_id, history.failures),
                     )
                 except AttemptFailed as failure:
-                    history, delay_s = self._policy.after(history, failure.kind, self._random.random())
+                    history, delay_s = self._policy.after(
+                        history, failure.kind, self._random.random(), failure.retry_after_s
+                    )
                     self._report(sample_id, attempt, failure, retried=delay_s is not None)
                     if delay_s is None:
                         self._failed += 1
                         raise GenerationFailed(f"{failure} (attempt {attempt + 1}, the last)") from failure
                     with WAITS.register("next attempt", f"router, after {failure.kind} of {sample_id}", delay_s):
-                        await anyio.sleep(delay_s)
+                        await self._clock.sleep(delay_s)  # paused engines have nothing to come back to
                     attempt += 1
                 else:
                     self._completed += 1
@@ -128,22 +198,49 @@ class EngineClient:
         finally:
             self._in_flight -= 1
 
+    def _headers(self, sample_id: str, failures: int) -> Mapping[str, str]:
+        """Of an attempt after so many in which the engine failed: it asks for another engine than those before."""
+        key = routing_key(self._sticky, sample_id)
+        if key is None:
+            return _HEADERS
+        return {**_HEADERS, ROUTING_KEY_HEADER: f"{key}~{failures}" if failures else key}
+
     async def _attempt(
         self, rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, headers: Mapping[str, str]
     ) -> Generation:
-        request = encode_request(rid, input_ids, sampling_params)
+        while self._held:
+            await self._released.wait()
+        sent_under = self._published if self._keeps_kv else None
+        request = encode_request(rid, input_ids, sampling_params, sent_under)
+        self._on_the_wire.add(rid)
         try:
-            with waiting("response", rid, self._timeout_s):
+            with self._clock.waiting("response", rid, self._timeout_s):
                 async with self._session.post(self._url, data=request, headers=headers) as response:
                     body = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise AttemptFailed(FailureKind.UNREACHABLE, str(error)) from error
         except TimeoutError as error:
+            self._on_given_up(rid, FailureKind.TIMED_OUT)
             raise AttemptFailed(FailureKind.TIMED_OUT, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
+            self._on_given_up(rid, FailureKind.DISCONNECTED)
             raise AttemptFailed(FailureKind.DISCONNECTED, f"{type(error).__name__}: {error}") from error
+        except anyio.get_cancelled_exc_class():
+            self._on_given_up(rid, "cancelled")
+            raise
+        finally:
+            self._on_the_wire.remove(rid)
+            self._answered.set()
+            self._answered = anyio.Event()
         no_engine = response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
-        return decode_answer(503 if no_engine else response.status, body, self._vocab_size)
+        try:
+            generation = decode_answer(503 if no_engine else response.status, body, self._vocab_size)
+        except AttemptFailed as failure:
+            failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))
+            raise
+        if not self._keeps_kv:
+            return generation
+        return replace(generation, versions=attribute_steps_in_flight(generation.versions, sent_under))
 
     def _report(self, sample_id: str, attempt: int, failure: AttemptFailed, *, retried: bool) -> None:
         self._failed_attempts[failure.kind] += 1

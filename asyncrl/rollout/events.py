@@ -102,6 +102,30 @@ class RequestFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsAborted(Event):
+    """Engines were told to end requests for which nobody waits any more."""
+
+    kind: ClassVar[str] = "requests_aborted"
+    requests: int
+    engines: int
+    """That the router knows."""
+    heard: int
+    """Engines that took all of it."""
+    reasons: dict[str, int]
+    """Requests by why they were given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConcurrencyLowered(Event):
+    """Engines have more requests than they can hold; fewer are in flight from now on."""
+
+    kind: ClassVar[str] = "concurrency_lowered"
+    limit: int
+    previous: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailed(Event):
     """A sample could not be scored and is left out."""
 

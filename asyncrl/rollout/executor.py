@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -38,16 +38,15 @@ from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.admission import Limits
 from asyncrl.rollout.collection import FirstBatchCheck
-from asyncrl.rollout.engine_client import ClientStatistics, EngineClient
+from asyncrl.rollout.connection import Connection
+from asyncrl.rollout.engine_client import ClientStatistics
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.events import RewardFailed
 from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.ledger import GroupState, Ledger
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
 from asyncrl.rollout.production import Issue, Production
-from asyncrl.rollout.retry import WAITED_OUT, FailureKind, RetryPolicy
 from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
@@ -66,6 +65,12 @@ class ExecutorStatistics:
     """Groups by state, over the whole attempt."""
     drop_reasons: Mapping[str, int]
     client: ClientStatistics
+    aborted_requests: int
+    """Requests that engines were told to end, since nobody waited for them any more."""
+    concurrency: int
+    """Most requests in flight, as of now."""
+    engines_paused_s: float
+    """Seconds in which no deadline of a request ran."""
     reward_failures: Mapping[str, int]
     dropped_overlong: int
     """Prompts left out of the data because they leave no room for a response."""
@@ -76,8 +81,7 @@ class _Parts:
     """What `start` builds."""
 
     scorer: Scorer
-    client: EngineClient
-    generator: GroupGenerator
+    engines: Connection
     stream: PromptStream
     production: Production
     evaluator: Evaluator
@@ -127,6 +131,8 @@ class RolloutExecutor:
         self._to_close = AsyncExitStack()
         self._failed_attempts = 0
         """Failed attempts up to the last delivery."""
+        self._aborted_requests = 0
+        """Likewise of requests that engines were told to end."""
 
     async def start(self, task_group: TaskGroup) -> None:
         """Loads the data, imports the reward and starts its workers, which live in `task_group` until `dispose`.
@@ -146,8 +152,7 @@ class RolloutExecutor:
             if held_out is None
             else await _in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
         )
-        client = self._client(self._router_url)
-        generator = self._generator(client, scorer)
+        engines = self._connect(self._router_url, scorer, task_group)
         stream = PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
         production = Production(
             Limits(rollout.prompts_per_step, self._bound.batches, rollout.oversample, rollout.straggler),
@@ -162,16 +167,15 @@ class RolloutExecutor:
         self._to_close.push_async_callback(production.aclose)
         self._parts = _Parts(
             scorer=scorer,
-            client=client,
-            generator=generator,
+            engines=engines,
             stream=stream,
             production=production,
             evaluator=Evaluator(
                 config.eval,
                 None if eval_prompts is None else eval_prompts.prompts,
                 self._eval_sampling,
-                shared=generator,
-                generator_for=lambda router_url: self._generator(self._client(router_url), scorer),
+                shared=engines.generator,
+                generator_for=lambda router_url: self._connect(router_url, scorer, task_group).generator,
                 events=self._events,
             ),
             dropped_overlong=prompts.dropped_overlong,
@@ -189,7 +193,8 @@ class RolloutExecutor:
         taken = await self._started.production.take(rollout_id)
         self._events.emit(self._ledger.deliver(rollout_id, [group.group_id for group in taken.groups]))
         self._first_batch.closed = True
-        now, failed = time.monotonic(), sum(self._started.client.statistics().failed_attempts.values())
+        now, engines = time.monotonic(), self._started.engines
+        failed, aborted = sum(engines.client.statistics().failed_attempts.values()), engines.aborts.requests
         self._last_rollout = measure_rollout(
             rollout_id,
             taken.groups,
@@ -197,12 +202,14 @@ class RolloutExecutor:
             collection=taken.collection,
             ready_groups=taken.ready,
             failed_attempts=failed - self._failed_attempts,
+            aborted_requests=aborted - self._aborted_requests,
+            concurrency=engines.generator.concurrency,
             seconds=now - began,
             period_s=now - (self._delivered_at if self._generates_ahead else began),
             published_version=self._published_version,
             bound=self._bound,
         )
-        self._delivered_at, self._failed_attempts = now, failed
+        self._delivered_at, self._failed_attempts, self._aborted_requests = now, failed, aborted
         return RolloutBatch.from_groups(rollout_id, taken.groups, self._sampling.temperature)
 
     def generate_ahead(self, first: int, num_rollouts: int) -> None:
@@ -262,13 +269,20 @@ class RolloutExecutor:
         Without it the weights count as ones that never change, so that nothing is ever stale.
         """
         self._published_version = version
+        self._started.engines.client.published(version)
         self._started.production.publish(step_of(version))
 
     def updating(self) -> AbstractAsyncContextManager[None]:
-        """Enter it around an update of the weights: with weights.on_update = wait, running requests end before it."""
-        if self._config.weights.on_update != "wait":
-            return nullcontext()
-        return self._started.generator.held(self._config.rollout.request_timeout_s)
+        """Enter it around an update of the weights: requests in flight do what weights.on_update says."""
+        return self._started.engines.updating()
+
+    def engines_paused(self) -> None:
+        """Engines generate nothing from now on: the clock of all deadlines of requests stands still."""
+        self._started.engines.clock.pause()
+
+    def engines_resumed(self) -> None:
+        """The end of the pause; harmless without one."""
+        self._started.engines.clock.resume()
 
     def get_num_rollout_per_epoch(self) -> int:
         """Whole batches in one pass over the data; DataError when the data does not fill one."""
@@ -278,7 +292,10 @@ class RolloutExecutor:
         return ExecutorStatistics(
             groups=self._ledger.counts(),
             drop_reasons=dict(self._ledger.drop_reasons),
-            client=self._started.client.statistics(),
+            client=self._started.engines.client.statistics(),
+            aborted_requests=self._started.engines.aborts.requests,
+            concurrency=self._started.engines.generator.concurrency,
+            engines_paused_s=self._started.engines.clock.stood_still_s,
             reward_failures=dict(self._started.scorer.failures),
             dropped_overlong=self._started.dropped_overlong,
         )
@@ -295,28 +312,13 @@ class RolloutExecutor:
             raise RolloutError("the rollout executor was not started; await start(task_group) first")
         return self._parts
 
-    def _client(self, router_url: str) -> EngineClient:
+    def _connect(self, router_url: str, scorer: Scorer, task_group: TaskGroup) -> Connection:
         """Closed by `dispose`."""
-        config, rollout = self._config, self._config.rollout
-        client = EngineClient(
-            router_url,
-            vocab_size=self._tokenizer.vocab_size,
-            concurrency=rollout.concurrency,
-            timeout_s=rollout.request_timeout_s,
-            policy=RetryPolicy(
-                retries=rollout.request_retries,
-                patience_s=rollout.request_timeout_s,
-                waited_out=WAITED_OUT | ({FailureKind.ABORTED} if config.weights.on_update == "abort" else frozenset()),
-            ),
-            sticky=config.router.sticky,
-            on_failure=self._events.emit,
-        )
-        self._to_close.push_async_callback(client.aclose)
-        return client
-
-    def _generator(self, client: EngineClient, scorer: Scorer) -> GroupGenerator:
-        concurrency = self._config.rollout.concurrency
-        return GroupGenerator(client, scorer, concurrency=concurrency, vocab_size=self._tokenizer.vocab_size)
+        vocab_size = self._tokenizer.vocab_size
+        connection = Connection(router_url, self._config, scorer, vocab_size=vocab_size, events=self._events)
+        self._to_close.push_async_callback(connection.aclose)
+        connection.start(task_group)
+        return connection
 
     def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
@@ -330,7 +332,7 @@ class RolloutExecutor:
                 parts.production.fail(error)
 
         parts = self._started
-        return await parts.generator.run(
+        return await parts.engines.generator.run(
             issue.group_id,
             issue.prompt,
             self._sampling,

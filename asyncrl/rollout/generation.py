@@ -3,14 +3,15 @@
 Invariants
 - A group always comes back whole: a sample that could not be generated or scored is in it with `reward` None and a
   `failure`; it never costs the other samples of its group.
-- At most `concurrency` requests are in flight, over all groups; who came first is sent first.
-- While generation is held, nothing is sent.
+- At most `concurrency` requests are in flight, over all groups; who came first is sent first. A limit that is lowered
+  ends nothing: what is in flight beyond it goes on.
+- While generation is held, no sample is begun; where it is not to end before, no request is sent either.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import anyio
@@ -38,22 +39,46 @@ class GroupGenerator:
         self._client = client
         self._scorer = scorer
         self._vocab_size = vocab_size
-        self._slots = anyio.Semaphore(concurrency, fast_acquire=True)
+        self._slots = anyio.CapacityLimiter(concurrency)
         self._held = 0
         self._running = 0
         self._changed = anyio.Event()
 
+    @property
+    def running(self) -> int:
+        """Samples being generated: on the wire, or waiting to be sent again."""
+        return self._running
+
+    @property
+    def concurrency(self) -> int:
+        return int(self._slots.total_tokens)
+
+    @concurrency.setter
+    def concurrency(self, limit: int) -> None:
+        self._slots.total_tokens = limit
+
     @asynccontextmanager
-    async def held(self, timeout_s: float) -> AsyncIterator[None]:
-        """Sends nothing new, and enters once all that is in flight has ended, or after `timeout_s` all the same."""
-        self._held += 1
-        try:
+    async def drained(self, timeout_s: float) -> AsyncIterator[None]:
+        """Begins nothing new, and enters once all that is in flight has ended, or after `timeout_s` all the same."""
+        with self._holding():
             try:
                 with waiting("end of the requests in flight", "engines", timeout_s):
                     while self._running:
                         await self._changed.wait()
             except TimeoutError as error:
                 _log.warning("the weights are updated all the same", reason=str(error), requests=self._running)
+            yield
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Sends nothing, while what is in flight goes on."""
+        with self._holding(), self._client.held():
+            yield
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        self._held += 1
+        try:
             yield
         finally:
             self._held -= 1

@@ -36,6 +36,10 @@ class RolloutMetrics:
     """Finished groups that wait for later batches."""
     failed_attempts: int
     """Requests sent again, or given up, on the way to this batch."""
+    aborted_requests: int
+    """Requests that engines were told to end on the way to this batch, since nobody waited for them any more."""
+    concurrency: int
+    """Most requests in flight as of the delivery: rollout.concurrency, or less where it adapts."""
     reward_mean: float
     reward_std: float
     zero_variance_groups: int
@@ -89,6 +93,8 @@ def measure_rollout(
     collection: Collection,
     ready_groups: int,
     failed_attempts: int,
+    aborted_requests: int,
+    concurrency: int,
     seconds: float,
     period_s: float,
     published_version: str | None,
@@ -122,6 +128,8 @@ def measure_rollout(
         reissued_groups=collection.reissued,
         ready_groups=ready_groups,
         failed_attempts=failed_attempts,
+        aborted_requests=aborted_requests,
+        concurrency=concurrency,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         zero_variance_groups=sum(len(values) == 1 for values in by_group),

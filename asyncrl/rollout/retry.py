@@ -3,13 +3,16 @@
 Two budgets. Failures in which an engine may have worked in vain (connection lost, 5xx, silence, abort, broken answer)
 are counted: `retries` of them per sample. Failures in which nothing was taken on (429, 503, nobody listening) cost no
 attempt: they are waited out with growing pauses for `patience_s` in all, so that a restart of the router or a full
-queue loses no sample; likewise aborts, where it is updates of the weights that abort. What the engine refuses (4xx) is
-the sample's own error and never sent again.
+queue loses no sample; likewise aborts, where it is updates of the weights that abort. Where the answer names a time
+(Retry-After), nothing is sent before it. What the engine refuses (4xx) is the sample's own error and never sent again.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
 
@@ -35,6 +38,26 @@ class FailureKind(StrEnum):
 
 
 WAITED_OUT = frozenset({FailureKind.BUSY, FailureKind.UNREACHABLE})
+MOST_ATTEMPTS = 10_000
+"""Of one sample: the width of their numbers in request ids."""
+
+
+def parse_retry_after(header: str | None, now: datetime) -> float | None:
+    """Seconds until the time that a Retry-After header names (RFC 9110, 10.2.3); None without one that can be read.
+
+    `now` has a time zone.
+    """
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            named = parsedate_to_datetime(header)
+        except ValueError:
+            return None
+        seconds = (named if named.tzinfo is not None else named.replace(tzinfo=UTC)).timestamp() - now.timestamp()
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +86,22 @@ class RetryPolicy:
     waited_out: frozenset[FailureKind] = WAITED_OUT
     """Failures that do not count."""
 
-    def after(self, history: RetryHistory, kind: FailureKind, jitter: float) -> tuple[RetryHistory, float | None]:
+    def after(
+        self, history: RetryHistory, kind: FailureKind, jitter: float, retry_after_s: float | None = None
+    ) -> tuple[RetryHistory, float | None]:
         """The new history, and the pause in seconds before the next attempt; None gives up.
 
-        `jitter` in [0, 1) spreads the pause over [½, 1½) of its nominal length: a crowd must not return at once.
+        `jitter` in [0, 1) spreads the pause over [½, 1½) of its nominal length: a crowd must not return at once. After
+        `retry_after_s` it begins, in so far as patience allows: a time beyond it is cut to what is left.
         """
-        if kind is FailureKind.REFUSED:
+        if kind is FailureKind.REFUSED or history.failures + history.pauses + 1 >= MOST_ATTEMPTS:
             return replace(history, failures=history.failures + 1), None
         if kind in self.waited_out:
             delay = self._delay(history.pauses, jitter)
-            if history.paused_s + delay > self.patience_s:
+            left = self.patience_s - history.paused_s - delay
+            if left < 0:
                 return history, None
+            delay += min(retry_after_s or 0.0, left)
             return replace(history, pauses=history.pauses + 1, paused_s=history.paused_s + delay), delay
         after = replace(history, failures=history.failures + 1)
         return after, self._delay(history.failures, jitter) if after.failures <= self.retries else None

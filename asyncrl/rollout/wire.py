@@ -12,6 +12,7 @@ Only what is needed is decoded: msgspec skips the rest without building objects.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class AttemptFailed(Exception):
         super().__init__(f"{kind}: {detail}")
         self.kind = kind
         self.detail = detail
+        self.retry_after_s: float | None = None
+        """Before that, the answer says, it is of no use to come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class _Request(msgspec.Struct):
     sampling_params: msgspec.Raw
     return_logprob: bool = True
     stream: bool = False
+    extra_key: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Finish(msgspec.Struct):
@@ -125,8 +129,33 @@ def encode_prompt(token_ids: NDArray[np.int32], vocab_size: int) -> msgspec.Raw:
     return msgspec.Raw(_ENCODER.encode(token_ids.tolist()))
 
 
-def encode_request(rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> bytes:
-    return _ENCODER.encode(_Request(rid, input_ids, sampling_params))
+def encode_request(
+    rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, extra_key: str | None = None
+) -> bytes:
+    """`extra_key` keeps apart what shares KV: a prompt is served from the prefix cache of requests of the same key."""
+    return _ENCODER.encode(
+        _Request(rid, input_ids, sampling_params, extra_key=msgspec.UNSET if extra_key is None else extra_key)
+    )
+
+
+def attribute_steps_in_flight(versions: Sequence[VersionSpan], sent_under: str | None) -> tuple[VersionSpan, ...]:
+    """Spans that never name newer weights than those that made a token, for engines that are paused in place.
+
+    Such a pause leaves a decoding step in flight, where the engine prepares one while the last is computed: its token
+    was made by the weights before, and is stamped with those that came. So the first token of each span counts with
+    the span before it, and that of the first one with the weights that the request was sent under.
+    """
+    shifted: list[VersionSpan] = []
+    before = sent_under if sent_under is not None or not versions else versions[0].version
+    for span in versions:
+        assert before is not None
+        for version, start, end in ((before, span.start, span.start + 1), (span.version, span.start + 1, span.end)):
+            if end > start and shifted and shifted[-1].version == version:
+                shifted[-1] = VersionSpan(version, shifted[-1].start, end)
+            elif end > start:
+                shifted.append(VersionSpan(version, start, end))
+        before = span.version
+    return tuple(shifted)
 
 
 def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:

@@ -150,6 +150,7 @@ def test_ranks_of_a_second_node_use_their_own_nodes_gpus():
         ({"engine": {"device": "cpu"}}, gpus(2), "engine.device", 'CUDA_VISIBLE_DEVICES=""'),
         ({"weights": {"transport": "tensor"}}, gpus(2), "weights.transport", "engine-0 shares no GPU"),
         ({"weights": {"transport": "broadcast"}}, gpus(1), "weights.transport", "NCCL refuses"),
+        ({"weights": {"on_update": "in_place"}}, gpus(1), "weights.on_update", "engine-0 gives up all KV"),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_the_fix(config, machine, key, text):

@@ -38,6 +38,11 @@ README = Path(__file__).parents[2] / "README.md"
             "eval.every",
             "3 is no multiple of 2 (train.update_weights_interval)",
         ),
+        (
+            ["--weights.on-update", "in_place", "--engine.server-args.speculative-algorithm", "NGRAM"],
+            "weights.on_update",
+            "it makes an unknown number of tokens",
+        ),
         (["--rollout.filters", "zero_varianc"], "rollout.filters", "did you mean zero_variance?"),
         (["--rollout.filters", "zzz"], "rollout.filters", "known are zero_variance, and any package.module:function"),
         (["--rollout.filters", "nowhere:judge"], "rollout.filters", "there is no module 'nowhere'"),

@@ -61,6 +61,11 @@ class FakeExecutor:
     def updating(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
+    def engines_paused(self) -> None:
+        """There are no deadlines here."""
+
+    def engines_resumed(self) -> None: ...
+
     def set_weight_version(self, version: str) -> None:
         self.version = version
 

@@ -23,6 +23,7 @@ from asyncrl.inference import deadlines, engine_api
 from asyncrl.inference import router as router_client
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.observability.waits import waiting
+from asyncrl.pauses import Paused, ToldFleet
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import PublicationReport, publish
 from asyncrl.weights.transfer import Transport
@@ -70,11 +71,14 @@ class Rig:
     transport: Transport
     copies: Copies | None
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    executor: Paused | None = None
+    """Hears of the pauses, where there is one."""
 
     async def publish(self, version: str) -> PublicationReport:
         self.source.tensors = self.versions[version] = tensors_of(version)
+        controller = self.fleet.controller
         return await publish(
-            self.fleet.controller,
+            controller if self.executor is None else ToldFleet(controller, self.executor),
             self.source,
             self.transport,
             version=version,
@@ -131,6 +135,7 @@ async def rig(
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
+    on_update: str = "retract",
     servers: Mapping[str, ScriptedServer] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
@@ -145,7 +150,11 @@ async def rig(
             engine.latency, engine.slots = latency or engine.latency, slots
 
     source = ThreadSource(tensors_of("base"))
-    options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TRANSFER_S}
+    options: dict[str, Any] = {
+        "bucket_bytes": BUCKET_BYTES,
+        "timeout_s": TRANSFER_S,
+        "flush_cache": on_update != "in_place",
+    }
     transport: Transport = BroadcastTransport(EngineClient.open, backend="gloo", **options)
     if disk is not None:
         transport = DiskTransport(EngineClient.open, directory=disk, **options)
@@ -155,7 +164,7 @@ async def rig(
             tensors=tensors_of("base"),
             prepare=prepare,
             restarts=restarts,
-            weights={"verify": "always"},
+            weights={"verify": "always", "on_update": on_update},
             **settings,
         ) as fleet:
             await fleet.controller.wait_ready()

@@ -72,6 +72,12 @@ def by_text(sample: Sample, prompt: Prompt) -> float:
     return {"hang": endless, "die": dies, "raise": raises}.get(sample.text, good)(sample, prompt)
 
 
+def endless_by_text(sample: Sample, prompt: Prompt) -> float:
+    while sample.text == "hang":
+        pass
+    return float(sample.text == "yes")
+
+
 def returns(sample: Sample, prompt: Prompt, *, what: str) -> Any:
     values: dict[str, Any] = {
         "nan": float("nan"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import msgspec
@@ -30,6 +31,7 @@ async def client_of(
     timeout_s: float = 5.0,
     concurrency: int = 8,
     on_failure: Callable[[RequestFailed], None] | None = None,
+    **options: Any,
 ) -> AsyncIterator[EngineClient]:
     client = EngineClient(
         url,
@@ -38,6 +40,7 @@ async def client_of(
         timeout_s=timeout_s,
         policy=RetryPolicy(retries=retries, patience_s=5.0, first_delay_s=0.001),
         on_failure=on_failure,
+        **options,
     )
     with blockbuster_ctx("asyncrl"):
         async with client:
@@ -108,6 +111,60 @@ async def test_a_busy_fleet_is_waited_out_beyond_the_retries(status: int) -> Non
     ):
         assert (await generate(client)).text == "yes"
         assert client.statistics().failed_attempts == {FailureKind.BUSY: 6}
+
+
+async def test_a_busy_fleet_is_left_alone_for_as_long_as_it_asks() -> None:
+    def script(request: dict[str, object], number: int) -> Action:
+        return Action(fault="status" if number == 0 else None, status=429, headers={"Retry-After": "0.4"})
+
+    async with scripted_engine(script) as engine, client_of(engine.url, retries=0) as client:
+        began = anyio.current_time()
+        assert (await generate(client)).text == "yes"
+        assert anyio.current_time() - began >= 0.4
+
+
+async def test_after_a_failure_of_the_engine_another_one_is_asked_for_and_after_others_not() -> None:
+    keys: list[str] = []
+
+    def script(request: dict[str, object], number: int) -> Action:
+        faults: list[tuple[AnswerFault | None, int]] = [("status", 503), ("drop", 0), ("status", 500), ("status", 429)]
+        fault, status = faults[number] if number < len(faults) else (None, 0)
+        return Action(fault=fault, status=status)
+
+    async with scripted_engine(script) as engine, client_of(engine.url, sticky="group") as client:
+        await generate(client)
+        keys = engine.routing_keys
+    assert keys == ["00000000", "00000000", "00000000~1", "00000000~2", "00000000~2"]
+
+
+async def test_while_it_is_held_nothing_is_sent_and_nothing_sent_again() -> None:
+    async with scripted_engine(failing_first("abort", 1).script) as engine, client_of(engine.url) as client:
+        engine.script = lambda request, number: Action(fault="hang" if number == 0 else None)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate, client)
+            await engine.until(lambda e: e.in_flight == 1)
+            with client.held():
+                tasks.start_soon(generate, client, "00000001.000")
+                engine.script = lambda request, number: Action()
+                engine.abort_all()
+                await engine.until(lambda e: e.in_flight == 0)
+                await anyio.sleep(0.1)  # longer than the pause before another attempt
+                assert len(engine.requests) == 1
+        assert len(engine.requests) == 3 and client.statistics().completed == 2
+
+
+async def test_requests_share_kv_with_those_of_the_same_weights_where_engines_keep_it() -> None:
+    async with scripted_engine() as engine, client_of(engine.url, keeps_kv=True) as client:
+        await generate(client)
+        for version in ("0.1", "0.2"):
+            client.published(version)
+            engine.version = version
+            await generate(client)
+        assert [request.get("extra_key") for request in engine.requests] == [None, "0.1", "0.2"]
+    async with scripted_engine() as engine, client_of(engine.url) as client:
+        client.published("0.1")
+        await generate(client)
+        assert "extra_key" not in engine.requests[0]
 
 
 async def test_a_router_that_is_not_there_yet_is_waited_for() -> None:

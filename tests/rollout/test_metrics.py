@@ -35,9 +35,8 @@ def measured(
     if dropped:
         collection.drop("only 0 of 4 samples usable", dropped)
     given: dict[str, Any] = {"seconds": 2.0, "period_s": 2.0, "published_version": "0.1"} | how
-    return measure_rollout(
-        rollout_id, [group], epoch=0, collection=collection, ready_groups=0, failed_attempts=0, bound=bound, **given
-    )
+    counts = {"ready_groups": 0, "failed_attempts": 0, "aborted_requests": 0, "concurrency": 8}
+    return measure_rollout(rollout_id, [group], epoch=0, collection=collection, bound=bound, **counts, **given)
 
 
 def test_a_batch_names_what_most_of_its_failed_samples_failed_of() -> None:

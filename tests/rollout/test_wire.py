@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from asyncrl.data.sample import VersionSpan
 from asyncrl.rollout.retry import FailureKind
-from asyncrl.rollout.wire import AttemptFailed, SamplingParams, decode_answer, encode_prompt, encode_request
+from asyncrl.rollout.wire import (
+    AttemptFailed,
+    SamplingParams,
+    attribute_steps_in_flight,
+    decode_answer,
+    encode_prompt,
+    encode_request,
+)
 
 FLOAT32 = st.floats(-100, 0, width=32)
 
@@ -160,3 +167,47 @@ def test_stop_tokens_are_not_sent_with_ignore_eos_where_they_have_no_effect() ->
 def test_ids_that_would_kill_the_engine_are_not_encoded(ids: list[int]) -> None:
     with pytest.raises(ValueError, match="token ids must be in"):
         encode_prompt(np.array(ids, np.int32), 100)
+
+
+# stamps of engines that are paused in place
+
+
+@st.composite
+def stamped(draw: st.DrawFn) -> tuple[str | None, list[int], list[VersionSpan], list[int]]:
+    """What a request was sent under, the maker of each token, and what the engine says: the token in flight at a pause
+    is stamped with the weights that came."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    makers, stamps = [], []
+    for version, length in enumerate(lengths):
+        in_flight = version > 0 and draw(st.booleans()) and length > 0
+        makers += [version - 1 if in_flight and i == 0 else version for i in range(length)]
+        stamps += [version] * length
+    spans: list[VersionSpan] = []
+    for i, version in enumerate(stamps):
+        if spans and spans[-1].version == f"0.{version}":
+            spans[-1] = VersionSpan(f"0.{version}", spans[-1].start, i + 1)
+        else:
+            spans.append(VersionSpan(f"0.{version}", i, i + 1))
+    return "0.0", makers, spans, stamps
+
+
+@given(stamped())
+def test_no_token_is_attributed_to_newer_weights_than_its_own(
+    case: tuple[str | None, list[int], list[VersionSpan], list[int]],
+) -> None:
+    sent_under, makers, spans, stamps = case
+    told = attribute_steps_in_flight(spans, sent_under)
+    assert [span.start for span in told] == [0, *(span.end for span in told)][: len(told)]
+    assert not told or told[-1].end == len(makers)
+    by_token = [int(span.version[2:]) for span in told for _ in range(span.end - span.start)]
+    assert all(say <= made for say, made in zip(by_token, makers, strict=True))
+    changes = sum(a != b for a, b in zip([0, *stamps], stamps, strict=False))
+    assert sum(say != stamp for say, stamp in zip(by_token, stamps, strict=True)) <= changes
+    assert len({span.version for span in told}) == len(told)
+
+
+def test_without_a_version_of_its_own_a_request_counts_with_the_first_stamp() -> None:
+    spans = [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3), VersionSpan("c", 3, 5)]
+    told = attribute_steps_in_flight(spans, None)
+    assert told == (VersionSpan("a", 0, 3), VersionSpan("b", 3, 4), VersionSpan("c", 4, 5))
+    assert attribute_steps_in_flight([], "a") == ()

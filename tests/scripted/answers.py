@@ -2,19 +2,21 @@
 
 For what lies in front of engines (client, executor, resuming). Tests set `script`, which is asked before each answer
 what to do with a request, and read `requests` afterwards. Weight versions are a plain attribute. How answers go wrong
-on the wire is the server's business, as for every scripted process.
+on the wire is the server's business, as for every scripted process. It stands for the router too, which knows one
+engine: itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
 from aiohttp import web
 
+from asyncrl.data.fleet import ROUTING_KEY_HEADER
 from tests.scripted.faults import Fault
 from tests.scripted.server import Handler, ScriptedServer, answer
 
@@ -41,6 +43,8 @@ class Action:
     """For the fault `status`."""
     message: str = "scripted"
     """For the fault `status`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """For the fault `status`."""
     versions: tuple[tuple[str, int, int], ...] | None = None
     """None: all tokens by the engine's current version."""
 
@@ -65,6 +69,14 @@ class AnsweringEngine(ScriptedServer):
         """Requests whose client went away before the answer."""
         self.released = anyio.Event()
         """Set it to let hanging requests go."""
+        self.routing_keys: list[str] = []
+        """Of each request; empty for none."""
+        self.aborts: list[str] = []
+        """Ids that it was told to abort."""
+        self.load = (0, 0, 0.0)
+        """What /v1/loads says: requests that run, that wait, and the fraction of the KV pool in use."""
+        self._hanging: dict[str, anyio.Event] = {}
+        """By id: what an abort sets."""
         self._changed = anyio.Event()
 
     async def until(self, condition: Callable[[AnsweringEngine], bool]) -> None:
@@ -74,17 +86,57 @@ class AnsweringEngine(ScriptedServer):
                 await self._changed.wait()
 
     def handlers(self) -> dict[str, Handler]:
-        return {"generate": self._generate}
+        return {
+            "generate": self._generate,
+            "abort_request": self._abort,
+            "workers": self._workers,
+            "v1/loads": self._loads,
+        }
+
+    def abort_all(self) -> None:
+        """What hangs ends with finish reason `abort`."""
+        for event in self._hanging.values():
+            event.set()
+
+    async def _abort(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        """Whose id is known is aborted, and all whose ids begin with it."""
+        rid = body["rid"]
+        self.aborts.append(rid)
+        for known, event in self._hanging.items():
+            if rid in self._hanging and known.startswith(rid):
+                event.set()
+        self._change()
+        return web.Response()
+
+    async def _workers(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        return answer(workers=[{"id": "0", "url": self.url, "is_healthy": True}], total=1)
+
+    async def _loads(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        running, waiting, usage = self.load
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": usage}
+        return answer(loads=[load])
+
+    async def _hang(self, rid: str, action: Action) -> Action:
+        """Until it is let go, or aborted."""
+        aborted = self._hanging[rid] = anyio.Event()
+        try:
+            async with anyio.create_task_group() as either:
+                for event in (aborted, self.released):
+                    either.start_soon(_cancel_after, event, either.cancel_scope)
+        finally:
+            del self._hanging[rid]
+        return replace(action, fault="abort" if aborted.is_set() else None)
 
     async def _generate(self, body: dict[str, Any], http: web.Request) -> web.StreamResponse:
         action = self.script(body, len(self.requests))
         self.requests.append(body)
+        self.routing_keys.append(http.headers.get(ROUTING_KEY_HEADER, ""))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self._change()
         try:
             if action.fault == "hang":
-                await self.released.wait()
+                action = await self._hang(body["rid"], action)
             elif action.latency_s:
                 await anyio.sleep(action.latency_s)
             return await self._respond_with(action, body, http)
@@ -100,7 +152,9 @@ class AnsweringEngine(ScriptedServer):
         match action.fault:
             case "status" | "drop" | "truncate" | "garbage" as kind:
                 fault = Fault("generate", kind, status=action.status, message=action.message)
-                return await self._fail(fault, http, response) or response
+                failed = await self._fail(fault, http, response) or response
+                failed.headers.update(action.headers)
+                return failed
         return response
 
     def _payload(self, action: Action, body: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +181,11 @@ class AnsweringEngine(ScriptedServer):
     def _change(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+async def _cancel_after(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 @asynccontextmanager

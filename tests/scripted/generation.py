@@ -2,8 +2,11 @@
 
 Invariants
 - What is generated at temperature 0 is a function of the weights' digest and the tokens before; log-probs always are.
-- A pause with `retract` keeps a request's tokens and gives its slot away; `in_place` keeps both; `abort` ends it. A
-  request that arrives during a pause waits in front of the scheduler, where no abort reaches it.
+- A pause with `retract` keeps a request's tokens and gives its slot away; `in_place` keeps both, and one token on its
+  way, which is stamped when it is there; `abort` ends it.
+- A request that arrives during a pause waits in front of the scheduler. An abort of its id has no effect there, and is
+  used up: nothing else ends it before its time, that its client left included.
+- Who is to be aborted must be known by its whole id; all whose ids begin with it go with it.
 - A token belongs to the version that was stamped when its segment began; a change of the stamp begins a new one.
 - KV that is older than the weights shows: cached prefixes and requests paused in place give other log-probs.
 
@@ -66,11 +69,16 @@ class _Request:
     cached: int = 0
     retractions: int = 0
     aborted: bool = False
+    abort_sent: bool = False
     running: bool = False
+    on_its_way: tuple[str, int] | None = None
+    """Version and digest of the weights of a token that is on its way."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     """(version, end)."""
+    makers: list[str] = field(default_factory=list)
+    """Version of the weights that really made each token."""
     wake: anyio.Event = field(default_factory=anyio.Event)
 
     @property
@@ -94,8 +102,10 @@ class Generation:
         self._random = random.Random(seed)
         self._live: dict[str, _Request] = {}
         """Requests that the scheduler knows, oldest first."""
-        self._rids: set[str] = set()
+        self._known: dict[str, _Request] = {}
         """Those, and those that wait in front of it."""
+        self.makers: dict[str, list[str]] = {}
+        """By id, of requests that ended: the version of the weights that really made each token."""
         self._changed = anyio.Event()
         self._cache: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -105,7 +115,7 @@ class Generation:
 
     @property
     def waiting(self) -> int:
-        return len(self._rids) - self.running
+        return len(self._known) - self.running
 
     def stamp(self, version: str) -> None:
         self.version = version
@@ -118,6 +128,10 @@ class Generation:
                 if request.running:
                     request.running = False
                     request.retractions += 1
+        if mode == "in_place":
+            for request in self._live.values():
+                if request.running and request.kv is not None:
+                    request.on_its_way = (self.version, self._digest())
         if mode == "abort":
             self.abort("", everything=True)
         self._wake()
@@ -128,12 +142,15 @@ class Generation:
         self.paused = None
         self._wake()
 
-    def abort(self, prefix: str, *, everything: bool = False) -> None:
-        """Ends the requests whose id begins with `prefix`; a queued one needs no continue for it."""
-        if not prefix and not everything:
-            return
+    def abort(self, rid: str, *, everything: bool = False) -> None:
+        """Ends the request `rid`, and all whose ids begin with it; a queued one needs no continue for it."""
+        if not everything:
+            known = self._known.get(rid)
+            if known is None or known.abort_sent:
+                return
+            known.abort_sent = True
         for request in self._live.values():
-            if everything or request.rid.startswith(prefix):
+            if everything or request.rid.startswith(rid):
                 request.aborted = True
         self._wake()
 
@@ -151,19 +168,20 @@ class Generation:
     async def generate(self, body: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:
         """One answer of /generate. Raises Rejected, OutOfVocabulary; `gone` tells that the client has left."""
         request = self._new(body)
-        self._rids.add(request.rid)
+        self._known[request.rid] = request
         try:
             while self.paused is not None:
                 await self._changed.wait()
             self._live[request.rid] = request
             self._admit()
-            while not request.done and not gone():
+            while not request.done and (request.abort_sent or not gone()):
                 await self._segment(request)
             if request.kv is not None and not request.with_prompt:
                 self._cache[request.extra_key, request.prompt] = request.kv
             return self._payload(request)
         finally:
-            self._rids.discard(request.rid)
+            del self._known[request.rid]
+            self.makers[request.rid] = request.makers
             self._live.pop(request.rid, None)
             self._admit()
             self._notify()
@@ -179,7 +197,7 @@ class Generation:
             raise Rejected(f"Requested token count exceeds the model's maximum context length of {self._context}.")
         if temperature < 0:
             raise Rejected(f"temperature must be non-negative, got {temperature}.")
-        if rid in self._rids:
+        if rid in self._known:
             raise Rejected(f"Duplicate request ID detected: {rid}")
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise OutOfVocabulary
@@ -211,6 +229,9 @@ class Generation:
             return
         if request.kv is None:
             self._prefill(request)
+        if request.on_its_way is not None:
+            (maker, digest), request.on_its_way = request.on_its_way, None
+            self._emit(request, min(1, request.limit - len(request.tokens)), self.version, digest, maker)
         version, digest, began = self.version, self._digest(), anyio.current_time()
         left = request.limit - len(request.tokens)
         due_s = request.debt_s + left * request.token_s
@@ -231,7 +252,8 @@ class Generation:
         request.cached = 0 if kv is None else len(request.prompt) - 1
         request.kv = self._digest() if kv is None else kv
 
-    def _emit(self, request: _Request, count: int, version: str, digest: int) -> None:
+    def _emit(self, request: _Request, count: int, version: str, digest: int, maker: str | None = None) -> None:
+        request.makers += [maker or version] * count
         if request.kv is not None and request.kv != digest:
             digest = zlib.crc32(request.kv.to_bytes(4, "big"), digest)
         salt = digest.to_bytes(4, "big")

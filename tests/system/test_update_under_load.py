@@ -55,6 +55,7 @@ class Generation:
     """It has made `wanted` tokens."""
     wanted: int = UNDER_WAY
     answer: dict[str, Any] = field(default_factory=dict)
+    extra_key: str | None = None
 
     @property
     def output(self) -> list[int]:
@@ -84,7 +85,7 @@ class Generation:
             },
             "return_logprob": True,
             "stream": True,
-        }
+        } | ({} if self.extra_key is None else {"extra_key": self.extra_key})
 
         async def on_sent(*_: object) -> None:
             self.sent.set()

@@ -22,6 +22,8 @@ def make_transport(
     """The transport of a job, as its process layout chose it (`auto` is resolved there)."""
     bucket_bytes = config.weights.bucket_mib * MIB
     timeout_s = config.weights.timeout_s
+    # An engine that is paused in place refuses to flush: its cache holds the KV of running requests.
+    flush_cache = config.weights.on_update != "in_place"
     match kind:
         case "broadcast":
             return BroadcastTransport(
@@ -30,15 +32,17 @@ def make_transport(
                 host=config.run.host,
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
+                flush_cache=flush_cache,
             )
         case "tensor":
-            return TensorTransport(open_engine, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+            return TensorTransport(open_engine, bucket_bytes=bucket_bytes, timeout_s=timeout_s, flush_cache=flush_cache)
         case "disk":
             return DiskTransport(
                 open_engine,
                 directory=weights_directory(config) / "transfer",
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
+                flush_cache=flush_cache,
             )
 
 

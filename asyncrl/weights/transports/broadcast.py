@@ -80,12 +80,15 @@ class BroadcastTransport:
         bucket_bytes: int,
         timeout_s: float,
         host: str = "127.0.0.1",
+        flush_cache: bool = True,
     ) -> None:
+        """`flush_cache`: engines empty their prefix caches with the last bucket; refused where requests hold KV."""
         self._open_engine = open_engine
         self._backend: Backend = backend
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._host = host
+        self._flush_cache = flush_cache
         self._group: TransferGroup | None = None
         self._members: tuple[_Member, ...] = ()
         self._sink: BroadcastSink | None = None
@@ -163,7 +166,7 @@ class BroadcastTransport:
                         bucket,
                         group_name=sink.group_name,
                         flattened=is_flattened(bucket),
-                        flush_cache=index == last,
+                        flush_cache=self._flush_cache and index == last,
                         timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
                     )
                 except EngineError as error:

@@ -31,8 +31,17 @@ from asyncrl.weights.transfer import (
 class DiskTransport:
     """See the module's docstring; `directory` belongs to it alone."""
 
-    def __init__(self, open_engine: EngineOpener, *, directory: Path, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        open_engine: EngineOpener,
+        *,
+        directory: Path,
+        bucket_bytes: int,
+        timeout_s: float,
+        flush_cache: bool = True,
+    ) -> None:
         self._open_engine = open_engine
+        self._flush_cache = flush_cache
         self._directory = directory.absolute()
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -67,7 +76,7 @@ class DiskTransport:
             failures = await on_each_engine(
                 clients,
                 lambda client, _: client.update_from_disk(
-                    str(place), flush_cache=True, timeout_s=self._timeout_s * (buckets + 1)
+                    str(place), flush_cache=self._flush_cache, timeout_s=self._timeout_s * (buckets + 1)
                 ),
             )
         return TransferResult(sink.bytes_written, failures)

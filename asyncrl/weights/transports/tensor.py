@@ -48,10 +48,13 @@ _ALIGNMENT = 64
 class TensorTransport:
     """See the module's docstring."""
 
-    def __init__(self, open_engine: EngineOpener, *, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, open_engine: EngineOpener, *, bucket_bytes: int, timeout_s: float, flush_cache: bool = True
+    ) -> None:
         self._open_engine = open_engine
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
+        self._flush_cache = flush_cache
         self._sink: TensorSink | None = None
 
     @property
@@ -85,7 +88,9 @@ class TensorTransport:
                 task_group.start_soon(export)
                 async for index, handles in taken:
                     left = {e: client for e, client in clients.items() if e.engine_id not in failures}
-                    failures |= await on_each_engine(left, self._read_call(handles, flush_cache=index == last))
+                    failures |= await on_each_engine(
+                        left, self._read_call(handles, flush_cache=self._flush_cache and index == last)
+                    )
                     if len(failures) == len(clients):
                         sink.stop("every engine failed")
                     sink.release()

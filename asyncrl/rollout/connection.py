@@ -1,0 +1,105 @@
+"""Connection: all that an executor has to do with the engines behind one router.
+
+Requests go through the router (`engine_client.py`, `generation.py`); engines themselves are told which are to end, and
+asked how busy they are (`engine_control.py`). What an update of the weights does to requests is here too:
+
+- retract: nothing. They are paused with the engines and go on.
+- in_place: likewise. Nothing is sent meanwhile, so that a request is known to begin under the weights it is sent under.
+- wait: those in flight end before; none is begun.
+- abort: those in flight are ended in the engines by their ids, and are sent again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asyncrl.config import Config
+from asyncrl.observability.events import EventLog
+from asyncrl.rollout.aborts import TELL_TIMEOUT_S, Aborts
+from asyncrl.rollout.concurrency import ConcurrencyPolicy, adapt
+from asyncrl.rollout.engine_client import EngineClient
+from asyncrl.rollout.engine_clock import EngineClock
+from asyncrl.rollout.engine_control import EngineControl
+from asyncrl.rollout.generation import GroupGenerator
+from asyncrl.rollout.retry import WAITED_OUT, FailureKind, RetryPolicy
+from asyncrl.rollout.rewards.scorer import Scorer
+
+_ABORT_TIMEOUT_S = 1.0
+"""From the telling to the answers of what was aborted; measured below 50 ms."""
+
+
+class Connection:
+    """Construct it in the event loop, `start`, use `generator`; `aclose` at the end."""
+
+    def __init__(self, router_url: str, config: Config, scorer: Scorer, *, vocab_size: int, events: EventLog) -> None:
+        rollout, self._on_update = config.rollout, config.weights.on_update
+        self._patience_s = rollout.request_timeout_s
+        self._events = events
+        self._control = EngineControl(router_url)
+        self.clock = EngineClock()
+        self.aborts = Aborts(self._control, self.clock, on_told=events.emit)
+        aborted = frozenset({FailureKind.ABORTED} if self._on_update == "abort" else ())
+        self.client = EngineClient(
+            router_url,
+            vocab_size=vocab_size,
+            concurrency=rollout.concurrency,
+            timeout_s=rollout.request_timeout_s,
+            policy=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
+            sticky=config.router.sticky,
+            on_failure=events.emit,
+            clock=self.clock,
+            on_given_up=self.aborts.add,
+            keeps_kv=self._on_update == "in_place",
+        )
+        self.generator = GroupGenerator(self.client, scorer, concurrency=rollout.concurrency, vocab_size=vocab_size)
+        self._policy: ConcurrencyPolicy | None = None
+        if rollout.adaptive_concurrency:
+            least = min(rollout.samples_per_prompt, rollout.concurrency)
+            self._policy = ConcurrencyPolicy(least=least, most=rollout.concurrency)
+        self._adapting = anyio.CancelScope()
+
+    def start(self, task_group: TaskGroup) -> None:
+        """Its tasks live in `task_group` until `aclose`."""
+        task_group.start_soon(self.aborts.serve, name="aborts")
+        if self._policy is not None:
+            task_group.start_soon(self._adapt, self._policy, name="adaptive concurrency")
+
+    async def aclose(self) -> None:
+        """Ends what engines still do for it, then its connections; bounded. Idempotent."""
+        self._adapting.cancel()
+        await self.aborts.aclose()
+        await self.client.aclose()
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """Enter it around an update of the weights; see the module's docstring."""
+        match self._on_update:
+            case "retract":
+                yield
+            case "in_place":
+                with self.generator.held():
+                    yield
+            case "wait":
+                async with self.generator.drained(self._patience_s):
+                    yield
+            case "abort":
+                with self.generator.held():
+                    await self._abort_all()
+                    yield
+
+    async def _abort_all(self) -> None:
+        """Ends all that is on the wire. What does not hear of it is ended by the pause that follows."""
+        rids = self.client.on_the_wire
+        for rid in rids:
+            self.aborts.add(rid, "update of the weights")
+        await self.aborts.tell(TELL_TIMEOUT_S)
+        with anyio.move_on_after(_ABORT_TIMEOUT_S):
+            await self.client.answered(rids)
+
+    async def _adapt(self, policy: ConcurrencyPolicy) -> None:
+        with self._adapting:
+            await adapt(self.generator, policy, self._control, self.clock, on_lowered=self._events.emit)
