@@ -33,6 +33,9 @@ class ToldFleet:
         self._fleet = fleet
         self._executor = executor
 
+    def copies_in_use(self) -> frozenset[Path]:
+        return self._fleet.copies_in_use()
+
     async def begin_weight_update(self, version: str) -> UpdateLease:
         self._executor.engines_paused()
         try:
