@@ -58,8 +58,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "rollout_throughput.json"
 BARE, OURS, USUAL = CLIENTS
 GROUPS, SAMPLES, TOKENS, PROMPT = 64, 8, 1000, 512
 """Of a batch against the no-op engine."""
-NOOP_SAMPLES = {BARE: 8192, OURS: 8192, USUAL: 256}
-"""Measured in one round, after a batch or as many; httpx is ten times as slow or more."""
+HTTPX_SHARE = 32
+"""httpx is measured over so many times fewer samples, since it takes ten times as long or more."""
 PACES = ((1.0, 512, tuple(CLIENTS)), (8.0, 4096, (BARE, OURS)))
 """Mean latency in seconds, requests in flight, clients. httpx takes minutes to begin with 4,096."""
 JITTER = 0.5
@@ -161,9 +161,9 @@ def write_prompts(path: Path, count: int, length: int) -> Path:
 class Bench:
     """What the parts share."""
 
-    def __init__(self, work: Path, cores: Sequence[int], rounds: int, pairs: int) -> None:
+    def __init__(self, work: Path, cores: Sequence[int], samples: int, rounds: int, pairs: int) -> None:
         self._work, self._client_cpu, self._engine_cpu = work, cores[0], cores[-1]
-        self._rounds, self._pairs = rounds, pairs
+        self._samples, self._rounds, self._pairs = samples, rounds, pairs
         self._model = work / "model"
         tokenizer = PolicyTokenizer.load(self._model)
         tokenizer.vocab_size, tokenizer.context_length = VOCABULARY, 2 * (PROMPT + TOKENS)  # as of a larger model
@@ -175,7 +175,8 @@ class Bench:
         async with noop_engine(self._engine_cpu) as url:
             load = replace(self._load, url=url)
             for number in range(self._rounds):
-                for name, count in NOOP_SAMPLES.items():
+                for name in CLIENTS:
+                    count = self._samples // (HTTPX_SHARE if name == USUAL else 1)
                     row = await measure(name, load, min(load.batch, count), count)
                     rows.append({"round": number, **row})
                     print(f"  noop {number + 1}/{self._rounds} {line(row)}", flush=True)
@@ -342,11 +343,11 @@ def judge_real(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
 PARTS = {"noop": judge_noop, "paced": judge_paced, "real": judge_real}
 
 
-async def run_all(parts: Sequence[str], cores: Sequence[int], rounds: int, pairs: int) -> dict[str, Any]:
+async def run_all(parts: Sequence[str], cores: Sequence[int], samples: int, rounds: int, pairs: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         await anyio.to_thread.run_sync(build, Path(directory) / "model")
-        bench = Bench(Path(directory), cores, rounds, pairs)
+        bench = Bench(Path(directory), cores, samples, rounds, pairs)
         for part in parts:
             began, load = time.time(), os.getloadavg()[0]
             rows = await getattr(bench, part)()
@@ -362,6 +363,7 @@ async def run_all(parts: Sequence[str], cores: Sequence[int], rounds: int, pairs
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(PARTS), help="parts to run")
+    parser.add_argument("--samples", type=int, default=8192, help="of a no-op row, in one round")
     parser.add_argument("--rounds", type=int, default=7, help="of the no-op rows")
     parser.add_argument("--pairs", type=int, default=9, help="of the rows with the real engine")
     arguments = parser.parse_args()
@@ -371,7 +373,15 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
-    results = anyio.run(run_all, parts, cores, arguments.rounds, arguments.pairs, backend_options={"use_uvloop": True})
+    results = anyio.run(
+        run_all,
+        parts,
+        cores,
+        arguments.samples,
+        arguments.rounds,
+        arguments.pairs,
+        backend_options={"use_uvloop": True},
+    )
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(known | results, indent=1) + "\n")
     aims = [aim for part in parts for aim in PARTS[part](results[part]["rows"])]
