@@ -102,7 +102,7 @@ class Window:
             began, cpu_s = time.perf_counter(), time.process_time()
             await anyio.sleep(TICK_S)
             late_s = time.perf_counter() - began - TICK_S
-            if self.began[0]:
+            if 0 < self.began[0] <= began:
                 self.lags.append(late_s)
                 self.starved_s += max(0.0, late_s - (time.process_time() - cpu_s) - TICK_S)
 
@@ -177,7 +177,7 @@ class Bench:
             for number in range(self._rounds):
                 for name in CLIENTS:
                     count = self._samples // (HTTPX_SHARE if name == USUAL else 1)
-                    row = await measure(name, load, min(load.batch, count), count)
+                    row = await measure(name, load, min(2 * load.batch, count), count)
                     rows.append({"round": number, **row})
                     print(f"  noop {number + 1}/{self._rounds} {line(row)}", flush=True)
         return rows
