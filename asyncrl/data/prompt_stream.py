@@ -3,6 +3,7 @@
 Invariants
 - Each epoch draws every prompt exactly once; its order follows from (seed, epoch) alone, on any machine and version.
 - A draw is known by its `ordinal`, counted over all epochs: never used twice, the same after a resume.
+- A place is found again only in the same prompts: in their order, as tokens, with their answers.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class PromptStream:
     """Draws from `prompts` for ever."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        """Reads all prompts once, which takes seconds where there are millions."""
         if not prompts:
             raise DataError("a prompt stream needs at least one prompt")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        self._fingerprint = _fingerprint(prompts)
         self._ordinal = 0
         self._order_epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
@@ -80,7 +83,7 @@ class PromptStream:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "size": len(self),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -89,17 +92,32 @@ class PromptStream:
         differing = [name for name in ("seed", "shuffle", "size", "fingerprint") if state.get(name) != mine[name]]
         if differing:
             name = differing[0]
+            what = f"{name} was {state.get(name)!r}, is {mine[name]!r}"
+            if name == "fingerprint":
+                what = "prompts, answers or their order were changed, or are rendered or tokenised in another way"
             raise DataError(
-                f"the saved place in the prompt data does not fit: {name} was {state.get(name)!r}, is {mine[name]!r}; "
-                "resume with the data and seed that the run began with"
+                f"the saved place in the prompt data does not fit: {what}; resume with the data and seed that the run "
+                "began with"
             )
         self._ordinal = int(state["ordinal"])
 
-    def _fingerprint(self) -> str:
-        digest = blake2b(digest_size=8)
-        for prompt in self._prompts:
-            digest.update(prompt.prompt_id.encode() + b"\0")
-        return digest.hexdigest()
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Of what is asked and what is expected; an id alone would be the same after a line of the data was mended."""
+    digest = blake2b(digest_size=8)
+    for prompt in prompts:
+        for part in (
+            prompt.prompt_id.encode(errors="surrogatepass"),
+            prompt.token_ids.tobytes(),
+            _bytes(prompt.answer),
+        ):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _bytes(answer: str | None) -> bytes:
+    return b"\0" if answer is None else b"\1" + answer.encode(errors="surrogatepass")
 
 
 def _epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:

@@ -39,14 +39,14 @@ def to_plain(value: object) -> object:
     return str(value)
 
 
-def _without_surrogates(value: Any) -> Any:
+def without_surrogates(value: Any) -> Any:
     """`value` with lone surrogates in its texts written as escapes, since UTF-8 has no place for them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_surrogates(item) for item in value]
+        return [without_surrogates(item) for item in value]
     return value
 
 
@@ -55,7 +55,7 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
     try:
         line = msgspec.json.encode(record, enc_hook=to_plain)
     except UnicodeEncodeError:  # lone surrogates, as in a log tail decoded with surrogateescape
-        line = msgspec.json.encode(_without_surrogates(msgspec.to_builtins(record, enc_hook=to_plain)))
+        line = msgspec.json.encode(without_surrogates(msgspec.to_builtins(record, enc_hook=to_plain)))
     return line + b"\n"
 
 

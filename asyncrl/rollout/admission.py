@@ -173,6 +173,19 @@ class Admission:
         self._finished[deadline] += 1
         return deadline >= self._step
 
+    def without_place(self) -> tuple[str, ...]:
+        """Restored groups that no batch has room for before their deadline, the allowance included: to be removed.
+
+        There are none unless batches or the bound are smaller than in the attempt that saved them.
+        """
+        limits, placed, left = self._limits, 0, []
+        for group_id in self._in_order():
+            if placed < (self._done[group_id] - self._step + 1) * limits.batch + limits.oversample:
+                placed += 1
+            else:
+                left.append(group_id)
+        return tuple(left)
+
     def remove(self, group_id: str) -> None:
         """It was filtered or dropped."""
         del self._order[group_id]

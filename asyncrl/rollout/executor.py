@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
@@ -51,10 +52,12 @@ from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sampling
-from asyncrl.rollout.saved_rollout import SavedRollout, decode_rollout, encode_rollout
+from asyncrl.rollout.saved_rollout import SavedRollout, decode_rollout, encode_rollout, made_with
 from asyncrl.rollout.wire import SamplingParams
 
 T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,9 @@ class RolloutExecutor:
             else await _in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
         )
         engines = self._connect(self._router_url, scorer, task_group)
-        stream = PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
+        stream = await _in_thread(
+            lambda: PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
+        )
         production = Production(
             Limits(rollout.prompts_per_step, self._bound.batches, rollout.oversample, rollout.straggler),
             stream=stream,
@@ -239,15 +244,22 @@ class RolloutExecutor:
         self._ledger.check_all_committed()
         finished, again = self._started.production.save()
         prompts, ended = self._started.stream.state(), self._ledger.ended
-        saved = SavedRollout(prompts, again, finished, ended, dict(self._ledger.drop_reasons))
+        reasons, settings = dict(self._ledger.drop_reasons), made_with(self._config)
+        saved = SavedRollout(prompts, again, finished, ended, reasons, settings)
         return await _in_thread(lambda: encode_rollout(saved))
 
     async def restore(self, files: Mapping[str, bytes], step: int) -> None:
         """Goes on from what `save` returned when `step` batches were trained; before the first `get`.
 
-        Raises CheckpointError for files that cannot be read, DataError for other data.
+        Groups that were finished under other settings of sampling or reward are generated again. Raises
+        CheckpointError for files that cannot be read, DataError for other data.
         """
         saved = await _in_thread(lambda: decode_rollout(files, self._started.stream))
+        saved, changed = saved.under(made_with(self._config))
+        if changed:
+            _log.warning(
+                "finished groups of the checkpoint are generated again: settings were changed", changed=changed
+            )
         restored = self._started.production.restore(step, saved.finished, saved.again)
         self._events.emit(self._ledger.restore(restored, saved.ended, saved.drop_reasons))
 

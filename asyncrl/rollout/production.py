@@ -188,7 +188,8 @@ class Production:
     ) -> tuple[str, ...]:
         """Goes on before the batch of `step` with what `save` returned; before anything else. Returns what came back.
 
-        Finished groups that no batch may train are issued again: made by weights that came after `step`, or too old.
+        Finished groups that no batch may train are issued again: made by weights that came after `step`, or too old,
+        or more than the batches take, where these became smaller.
         """
         admission = self._begin(step)
         for issue, group in finished:
@@ -199,6 +200,10 @@ class Production:
             else:
                 admission.remove(group.group_id)
                 self._again.append(issue)
+        for group_id in admission.without_place():
+            admission.remove(group_id)
+            del self._finished[group_id]
+            self._again.append(self._live.pop(group_id))
         self._again.extend(again)
         return tuple(self._finished)
 

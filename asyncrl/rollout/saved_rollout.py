@@ -9,7 +9,7 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,16 +18,19 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
+from asyncrl.config import Config
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import FinishReason, Sample, SampleGroup, VersionSpan
 from asyncrl.errors import CheckpointError
+from asyncrl.observability.line_file import without_surrogates
 from asyncrl.rollout.production import Issue
 
 STATE = "rollout.json"
 TENSORS = "rollout.safetensors"
-FORMAT = 1
+FORMAT = 2
 """Raised when a reader of the former number could not read the files."""
 
+_SAMPLING = {"samples_per_prompt", "max_new_tokens", "temperature", "stop", "ignore_eos", "filters"}
 _DTYPES = {"prompt_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32}
 
 
@@ -44,6 +47,30 @@ class SavedRollout:
     ended: Mapping[str, int]
     """Groups that ended, by state."""
     drop_reasons: Mapping[str, int]
+    made_with: Mapping[str, Any]
+    """Settings that decide what a group is, by key, as plain JSON types."""
+
+    def under(self, settings: Mapping[str, Any]) -> tuple[SavedRollout, tuple[str, ...]]:
+        """What is left of it under other `settings` (`made_with`), and the keys of those that differ.
+
+        Where one does, finished groups are to be issued again: log-probs of another temperature would train on
+        something else, and samples of two kinds would be compared with each other.
+        """
+        keys = sorted(self.made_with.keys() | settings.keys())
+        differing = tuple(key for key in keys if self.made_with.get(key) != settings.get(key))
+        if not differing:
+            return self, ()
+        again = (*(issue for issue, _ in self.finished), *self.again)
+        return replace(self, again=again, finished=(), made_with=settings), differing
+
+
+def made_with(config: Config) -> dict[str, Any]:
+    """The settings that decide what a group is: how it was sampled and how it was scored."""
+    rollout = config.rollout.model_dump(mode="json", include=_SAMPLING)
+    reward = config.reward.model_dump(mode="json", include={"function", "args"})
+    return {f"rollout.{key}": value for key, value in rollout.items()} | {
+        f"reward.{key}": value for key, value in reward.items()
+    }
 
 
 class _Sample(msgspec.Struct, frozen=True):
@@ -71,6 +98,7 @@ class _State(msgspec.Struct, frozen=True):
     finished: tuple[_Group, ...]
     ended: dict[str, int]
     drop_reasons: dict[str, int]
+    made_with: dict[str, Any]
 
 
 def encode_rollout(saved: SavedRollout) -> dict[str, bytes]:
@@ -82,13 +110,18 @@ def encode_rollout(saved: SavedRollout) -> dict[str, bytes]:
         finished=tuple(_group(issue, group) for issue, group in saved.finished),
         ended=dict(saved.ended),
         drop_reasons=dict(saved.drop_reasons),
+        made_with=dict(saved.made_with),
     )
     samples = [sample for _, group in saved.finished for sample in group.samples]
     tensors = {
         name: np.concatenate([np.empty(0, dtype), *(getattr(sample, name) for sample in samples)], dtype=dtype)
         for name, dtype in _DTYPES.items()
     }
-    return {STATE: msgspec.json.encode(state), TENSORS: safetensors.save(tensors)}
+    try:
+        text = msgspec.json.encode(state)
+    except UnicodeEncodeError:  # what a reward or a filter said need not be text
+        text = msgspec.json.encode(without_surrogates(msgspec.to_builtins(state)))
+    return {STATE: text, TENSORS: safetensors.save(tensors)}
 
 
 def decode_rollout(files: Mapping[str, bytes], stream: PromptStream) -> SavedRollout:
@@ -126,6 +159,7 @@ def decode_rollout(files: Mapping[str, bytes], stream: PromptStream) -> SavedRol
         finished=tuple(reader.group(_issue(stream, group.ordinal, group.issues), group) for group in state.finished),
         ended=state.ended,
         drop_reasons=state.drop_reasons,
+        made_with=state.made_with,
     )
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +60,15 @@ def test_a_cursor_of_other_data_is_refused(other: dict[str, object]) -> None:
 
     with pytest.raises(DataError, match="does not fit"):
         stream(**other).restore(stream().state())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"token_ids": np.array([9], np.int32)}, {"answer": "7"}])
+def test_a_cursor_is_refused_where_a_prompt_or_its_answer_was_changed_in_place(change: dict[str, Any]) -> None:
+    """The ids would be the same: they are line numbers."""
+    edited = prompts(4)
+    edited[2] = replace(edited[2], **change)
+    with pytest.raises(DataError, match="prompts, answers or their order were changed"):
+        PromptStream(edited, seed=0, shuffle=True).restore(PromptStream(prompts(4), seed=0, shuffle=True).state())
 
 
 def test_rollouts_per_epoch_are_whole_batches() -> None:

@@ -1,23 +1,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config import Config
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.events import GroupDropped, GroupFinished
 from asyncrl.rollout.ledger import GroupState
 from asyncrl.rollout.production import Issue
-from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout
+from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout, made_with
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
@@ -70,6 +73,7 @@ def plain(sample: Sample) -> Any:
     )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # tables of st.text are made at its first draw
 @given(st.lists(groups(), max_size=4), st.lists(issues(), max_size=4), st.integers(0, 40))
 def test_what_was_saved_is_read_back_bit_for_bit(
     finished: list[tuple[Issue, SampleGroup]], again: list[Issue], drawn: int
@@ -77,22 +81,18 @@ def test_what_was_saved_is_read_back_bit_for_bit(
     stream, later = a_stream(), a_stream()
     for _ in range(drawn):
         stream.draw()
-    saved = SavedRollout(stream.state(), tuple(again), tuple(finished), {"trained": 7}, {"late": 2})
+    saved = SavedRollout(stream.state(), tuple(again), tuple(finished), {"trained": 7}, {"late": 2}, {"k": [1]})
     read = decode_rollout(encode_rollout(saved), later)
     assert later.state() == stream.state() and later.draw().ordinal == drawn
-    assert (read.prompts, read.again, read.ended, read.drop_reasons) == (
-        saved.prompts,
-        saved.again,
-        saved.ended,
-        saved.drop_reasons,
-    )
+    for name in ("prompts", "again", "ended", "drop_reasons", "made_with"):
+        assert getattr(read, name) == getattr(saved, name)
     assert [issue for issue, _ in read.finished] == [issue for issue, _ in finished]
     for (_, group), (_, original) in zip(read.finished, finished, strict=True):
         assert group.prompt is original.prompt
         assert [plain(sample) for sample in group.samples] == [plain(sample) for sample in original.samples]
 
 
-FILES = encode_rollout(SavedRollout(a_stream().state(), (), (), {}, {}))
+FILES = encode_rollout(SavedRollout(a_stream().state(), (), (), {}, {}, {}))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ FILES = encode_rollout(SavedRollout(a_stream().state(), (), (), {}, {}))
         ({}, CheckpointError, r"has no rollout\.json, rollout\.safetensors.*checkpoint\.resume = never"),
         (FILES | {STATE: b"{"}, CheckpointError, "damaged"),
         (FILES | {TENSORS: b"nonsense"}, CheckpointError, "damaged"),
-        (FILES | {STATE: msgspec.json.encode({"format": 2})}, CheckpointError, "format 2"),
-        (FILES | {STATE: msgspec.json.encode({"format": 1})}, CheckpointError, "damaged"),
+        (FILES | {STATE: msgspec.json.encode({"format": 99})}, CheckpointError, "format 99"),
+        (FILES | {STATE: msgspec.json.encode({"format": 2})}, CheckpointError, "damaged"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(files: Mapping[str, bytes], error: type[AsyncRLError], told: str) -> None:
@@ -113,6 +113,44 @@ def test_files_that_cannot_be_read_are_named(files: Mapping[str, bytes], error: 
 def test_other_data_is_refused() -> None:
     with pytest.raises(DataError, match="size was 5, is 4"):
         decode_rollout(FILES, a_stream(PROMPTS[:4]))
+
+
+def test_what_a_reward_said_need_not_be_text() -> None:
+    (issue, group), *_ = [finished_group()]
+    group = replace(group, samples=(replace(group.samples[0], failure="no file \udcff"),))
+    saved = SavedRollout(a_stream().state(), (), ((issue, group),), {}, {"no file \udcff": 1}, {})
+    read = decode_rollout(encode_rollout(saved), a_stream())
+    assert read.finished[0][1].samples[0].failure == "no file \\udcff" and read.drop_reasons == {"no file \\udcff": 1}
+
+
+def finished_group() -> tuple[Issue, SampleGroup]:
+    draw = a_stream().at(2)
+    issue = Issue(draw.ordinal, draw.prompt, draw.epoch)
+    sample = Sample(
+        "s", issue.group_id, draw.prompt.token_ids, np.empty(0, np.int32), np.empty(0, np.float32), "stop", (), ""
+    )
+    return issue, SampleGroup(issue.group_id, draw.prompt, (sample,))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "kept"),
+    [
+        ("rollout", "temperature", 0.7, False),
+        ("rollout", "samples_per_prompt", 4, False),
+        ("reward", "args", {"target": 3}, False),
+        ("train", "lr", 1.0, True),
+        ("rollout", "concurrency", 1, True),
+    ],
+)
+def test_finished_groups_come_back_only_where_the_same_would_be_made_again(
+    section: str, key: str, value: Any, kept: bool
+) -> None:
+    saved = SavedRollout(a_stream().state(), (), (finished_group(),), {}, {}, made_with(Config()))
+    saved = decode_rollout(encode_rollout(saved), a_stream())
+    left, differing = saved.under(made_with(Config.model_validate({section: {key: value}})))
+    assert differing == (() if kept else (f"{section}.{key}",))
+    issue = finished_group()[0]
+    assert ([i for i, _ in left.finished], list(left.again)) == (([issue], []) if kept else ([], [issue]))
 
 
 # the executor
@@ -175,6 +213,43 @@ async def test_finished_groups_come_back_running_ones_are_issued_again_and_train
     assert [line["group_ids"] for line in events.recent if line["kind"] == "groups_restored"] == [
         ("00000003", "00000005")
     ]
+
+
+@pytest.mark.parametrize("changed", [{"prompts_per_step": 1}, {"max_staleness": 2}, {"prompts_per_step": 2}])
+async def test_where_batches_or_the_bound_became_smaller_what_has_no_place_is_made_again(
+    start_executor: StartExecutor, events: EventLog, changed: dict[str, int]
+) -> None:
+    """Else it would be dropped when it is too old, and its prompts with it."""
+    rollout = ONE_AHEAD["rollout"] | {"max_staleness": 4, "concurrency": 99}
+    finished, there = set[str](), anyio.Event()
+
+    def listen(line: dict[str, Any]) -> None:
+        if line["kind"] == GroupFinished.kind:
+            finished.add(line["group_id"])
+            if len(finished) == 15:
+                there.set()
+
+    events.listen(listen)
+    async with scripted_engine() as engine, start_executor(engine, rollout=rollout) as executor:
+        engine.version = "0.0"
+        executor.set_weight_version("0.0")
+        executor.generate_ahead(0, 5)
+        with anyio.fail_after(10):
+            await there.wait()
+        await executor.get(0)
+        await executor.commit(0)
+        files = await executor.save()
+    async with scripted_engine() as engine, start_executor(engine, rollout=rollout | changed) as executor:
+        await executor.restore(files, 1)
+        trained: list[str] = []
+        for step in range(1, 1 + 12 // (rollout | changed)["prompts_per_step"]):
+            engine.version = f"1.{step}"
+            executor.set_weight_version(engine.version)
+            batch = await executor.get(step)
+            Bound((rollout | changed)["max_staleness"], 1).check(batch)
+            trained.extend(batch.group_ids)
+            await executor.commit(step)
+    assert sorted(trained) == [f"{ordinal:08d}" for ordinal in range(3, 15)]
 
 
 async def test_groups_of_weights_that_were_rolled_back_are_issued_again(

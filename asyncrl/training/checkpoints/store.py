@@ -144,6 +144,7 @@ class CheckpointStore:
         write_bytes(staging / MANIFEST, encode_manifest(manifest))
         for directory, _, _ in os.walk(staging):
             sync_directory(Path(directory))
+        sync_directory(self._root.parent)
         target = self.path(step)
         if target.exists():
             old = self._root / f".{target.name}.replaced"
@@ -173,9 +174,14 @@ class CheckpointStore:
         for path in sorted(self._root.glob("step-*")):
             if _NAME.fullmatch(path.name):
                 try:
-                    found.append((path, read_manifest(path)))
+                    manifest = read_manifest(path)
                 except CheckpointError as error:
                     damaged.append(str(error))
+                    continue
+                if path == self.path(manifest.step):
+                    found.append((path, manifest))
+                else:
+                    damaged.append(f"{path} holds the checkpoint of step {manifest.step}: it was copied or renamed")
         return sorted(found, key=lambda entry: entry[1].serial), damaged
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,16 @@ def test_old_checkpoints_are_removed_and_damaged_ones_are_not_counted(tmp_path: 
     assert names == ["step-000002", "step-000003", "step-000004", "step-000005", "step-of-mine"]
 
 
+def test_a_copy_under_the_name_of_another_step_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    shutil.copytree(save(tmp_path, 6), tmp_path / "step-000009")
+    store = CheckpointStore(tmp_path)
+    found = store.newest()
+    assert found is not None and found.path == tmp_path / "step-000006"
+    store.prune(keep_last=1, keep_every=0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000006", "step-000009"]
+
+
 def test_a_file_that_rank_0_cannot_see_is_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     staging = store.staging(3, 1)
@@ -216,6 +227,47 @@ def test_what_a_killed_process_left_half_done_is_ended(tmp_path: Path) -> None:
     found = resume_from(tmp_path, "auto", LAYOUT)
     assert found is not None and found.step == 3
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def save_and_die(root: Path, operation: int) -> None:
+    """Replaces checkpoint 6, writes 9, keeps one; SIGKILLs itself before the file operation with that number."""
+    left = operation
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if (event in FILE_OPERATIONS and str(root) in str(arguments[0])) or event == "os.rmdir":
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    CheckpointStore(root).tidy()
+    save(root, 6, number=1)
+    save(root, 9, number=2)
+    CheckpointStore(root).prune(keep_last=1, keep_every=0)
+
+
+def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    context, newest, operation = fork_server(), [], 0
+    while True:
+        root = tmp_path / str(operation)
+        save(root, 3)
+        save(root, 6)
+        process = context.Process(target=save_and_die, args=(root, operation))
+        process.start()
+        process.join(30)
+        found = resume_from(root, "auto", LAYOUT)
+        assert found is not None and found.extra == {"ledger.json": b"ledger of %d" % found.step}
+        newest.append(found.step)
+        assert all(path.name.startswith("step-") for path in root.iterdir()), "nothing half-done is left"
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        operation += 1
+    assert operation > 40 and newest == sorted(newest) and set(newest) == {6, 9}
 
 
 def write_forever(root: Path, first: int, announced: multiprocessing.connection.Connection) -> None:
