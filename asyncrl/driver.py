@@ -150,7 +150,6 @@ async def _run(
     """Rank 0: everything inside the event loop."""
     with rank_exit:
         async with EngineHost.start(run.logs, events) as host, anyio.create_task_group() as tasks:
-            tasks.start_soon(rank_exit.stop_on_signals, tasks.cancel_scope, name="stop on signals")
             tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
             tasks.start_soon(partial(watch_stalls, events=events), name="stall watch")
             async with AsyncExitStack() as disposal:
@@ -165,14 +164,25 @@ async def _run(
                     task_group=tasks,
                     disposal=disposal,
                 )
-                with rank_exit.bounded_end():
-                    await loop(job)
+                with anyio.CancelScope() as steps:
+                    tasks.start_soon(rank_exit.stop_on_signals, steps, name="stop on signals")
+                    with rank_exit.bounded_end():
+                        await loop(job)
+                if rank_exit.stopped_by is not None:
+                    await _keep_what_is_safe(job)
                 if rank_exit.stop.requested:
                     outcome.reason = "stopped on request after a finished step"
             tasks.cancel_scope.cancel()
         if rank_exit.stopped_by is not None:
             outcome.reason = f"stopped by {rank_exit.stopped_by.name}"
             outcome.exit_code = rank_exit.exit_code or 1
+
+
+async def _keep_what_is_safe(job: Job) -> None:
+    """After a signal: what the loop left to be done at once, in half of the grace; the other half is for the end."""
+    with anyio.move_on_after(job.config.run.stop_grace_s / 2):
+        for keep in job.on_stop_now:
+            await keep()
 
 
 def _serve(loaded: LoadedConfig) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from anyio.abc import TaskGroup
 
@@ -34,3 +35,5 @@ class Job:
     """Where supervisors live; a failure there cancels the loop."""
     disposal: AsyncExitStack
     """What was built is given back in reverse order, whatever happened."""
+    on_stop_now: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Called when a signal has ended the loop, before anything is given back; all of it gets half of the grace."""

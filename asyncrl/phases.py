@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -19,7 +20,7 @@ import anyio.to_thread
 
 from asyncrl.errors import AsyncRLError, ConfigError, EnginesLostError
 from asyncrl.job import Job
-from asyncrl.observability.events import CheckpointWritten, read_events
+from asyncrl.observability.events import CheckpointWritten, FaultSeen, read_events
 from asyncrl.rollout.events import GroupsRolledBack
 from asyncrl.rollout.ledger import rolled_back
 
@@ -41,9 +42,11 @@ _PROGRESS_TIMES = 20
 async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
     """Where the trainer goes on from a checkpoint, as of `first` steps, so does the executor; after `trainer.init`.
 
-    What earlier attempts trained after that is marked as rolled back in the event log. Raises CheckpointError for a
+    What earlier attempts trained after that is marked as rolled back in the event log. From now on a job that a signal
+    stops between two steps is saved before it ends, if that fits into its grace. Raises CheckpointError for a
     checkpoint without the executor's part, DataError for other data than it was written with.
     """
+    job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer, first))
     if trainer.resumed is not None:
         await components.rollout_executor.restore(trainer.resumed.extra, first)
         job.record.note(f"resumed from {trainer.resumed.path}")
@@ -65,6 +68,35 @@ async def checkpoint(
     if settings.every and (last or settings.due(rollout_id + 1)):
         with job.record.phase("checkpoint"):
             await trainer.save_checkpoint(rollout_id, await components.rollout_executor.save(), wait=last)
+
+
+async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
+    """A signal has ended the loop, which began at step `first`: saves what was trained since the last checkpoint.
+
+    Not in the middle of a step, nor where the trainer is off its GPUs, nor where the last checkpoint took longer than
+    there is time for.
+    """
+    now, every = trainer.statistics(), job.config.checkpoint.every
+    if not every or now.failure is not None or now.step in (first, now.checkpoint and now.checkpoint.step):
+        return
+    patience_s = job.config.run.stop_grace_s / 2
+    problem = f"none was written within {patience_s:g} s"
+    try:
+        if job.layout.colocated:
+            problem = "engines have the GPUs of the trainer"
+        elif now.checkpoint is not None and now.checkpoint.seconds > patience_s:
+            problem = f"the last one took {now.checkpoint.seconds:.1f} s, and there are {patience_s:g} s for it"
+        else:
+            extra = await components.rollout_executor.save()
+            if await trainer.save_checkpoint(now.step - 1, extra, wait=True) is not None:
+                problem = ""
+    except AsyncRLError as error:  # the trainer is in the middle of a step, generation failed, ...
+        problem = str(error)
+    finally:
+        if problem:
+            told = f"stopped without a checkpoint of step {now.step}: {problem}"
+            job.record.note(told)
+            job.events.emit(FaultSeen(component="checkpoint", what=told))
 
 
 async def warm_up(job: Job, trainer: TrainGroup) -> None:

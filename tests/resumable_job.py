@@ -137,7 +137,13 @@ async def _run(config: Config, entrypoint: str, kill: tuple[int, float] | None) 
             record.step = lambda step, *rest: setattr(record, "steps", step)
             layout = SimpleNamespace(colocated=False)
             job = SimpleNamespace(
-                config=config, record=record, stop=StopRequest(), layout=layout, run=run, events=events
+                config=config,
+                record=record,
+                stop=StopRequest(),
+                layout=layout,
+                run=run,
+                events=events,
+                on_stop_now=[],
             )
             await loop.train(job)
             await executor.dispose()

@@ -182,6 +182,30 @@ def test_a_stop_is_answered_at_once_and_has_the_last_word(recipe: Path) -> None:
     assert (ended.code, last) == (128 + signal.SIGTERM, "stopped by SIGTERM")
 
 
+def test_what_is_to_be_kept_gets_half_of_the_grace_before_anything_is_disposed_of(recipe: Path) -> None:
+    before = """
+async def keep():
+    print("keeping")
+    try:
+        await anyio.sleep(120)
+    finally:
+        print("kept for", round(time.monotonic() - began), "s")
+async def dispose():
+    print("disposing")
+"""
+    loop = """
+    global began
+    job.on_stop_now.append(keep)
+    job.disposal.push_async_callback(dispose)
+    began = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await anyio.sleep(60)
+"""
+    ended = run_loop(recipe, loop, "--run.stop-grace-s", "4", before=before)
+    assert ended.code == 128 + signal.SIGTERM, ended.text
+    assert ended.text.splitlines()[-4:] == ["keeping", "kept for 2 s", "disposing", "stopped by SIGTERM"]
+
+
 @pytest.mark.parametrize("when", ["asyncrl.driver.RunDirectory.open", "asyncrl.driver.conclude"])
 def test_a_graceful_stop_kills_nobody_before_or_after_the_loop(recipe: Path, when: str) -> None:
     before = f"""

@@ -13,11 +13,12 @@ import pytest
 
 from asyncrl.components import RolloutComponents
 from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
 from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, warm_up
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.events import GroupsTrained
+from asyncrl.training.checkpoints.saver import Written
 
 pytestmark = pytest.mark.anyio
 
@@ -63,6 +64,7 @@ def a_job(colocated: bool) -> Any:
         record=record,
         run=SimpleNamespace(export="DIR"),
         events=SimpleNamespace(emit=lambda event: None),
+        on_stop_now=[],
     )
 
 
@@ -169,6 +171,48 @@ async def test_a_restarted_job_without_a_checkpoint_rolls_back_everything(tmp_pa
     told = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "groups_rolled_back"]
     assert [(event["step"], event["group_ids"]) for event in told] == [(0, ["a", "b"])]
     assert calls == []
+
+
+IN_A_STEP = RolloutError("rollout 7 was delivered and not committed")
+
+
+@pytest.mark.parametrize(
+    ("step", "newest", "how", "told"),
+    [
+        (7, Written(6, 0.5), {}, None),
+        (7, None, {}, None),
+        (7, Written(6, 99.0), {}, "the last one took 99.0 s, and there are 6 s for it"),
+        (7, Written(7, 0.5), {}, ""),
+        (4, None, {}, ""),
+        (7, None, {"every": 0}, ""),
+        (7, None, {"failure": "rank 1 died"}, ""),
+        (7, None, {"save": IN_A_STEP}, str(IN_A_STEP)),
+        (7, None, {"written": None}, "none was written within 6 s"),
+        (7, None, {"colocated": True}, "engines have the GPUs of the trainer"),
+    ],
+)
+async def test_a_job_that_a_signal_stops_between_two_steps_is_saved_if_there_is_something_to_save_and_time_for_it(
+    step: int, newest: Written | None, how: dict[str, Any], told: str | None
+) -> None:
+    """`told`: None where it is saved, else why not; empty where nothing need be said."""
+    calls: list[str] = []
+    notes: list[str] = []
+    job = a_job(how.get("colocated", False))
+    job.record.note = notes.append
+    job.run = SimpleNamespace(attempt=0)
+    job.config = SimpleNamespace(
+        checkpoint=CheckpointConfig(every=how.get("every", 3)), run=SimpleNamespace(stop_grace_s=12)
+    )
+    executor: Any = Noted("executor", calls, save=how.get("save", {}))
+    trainer: Any = Noted("trainer", calls, save_checkpoint=how.get("written", "PATH"))
+    trainer.resumed = None
+    trainer.statistics = lambda: SimpleNamespace(step=step, failure=how.get("failure"), checkpoint=newest)
+    parts = RolloutComponents(Noted("engines", calls), executor, None)  # type: ignore[arg-type]
+    await resume(job, parts, trainer, 4)
+    [keep] = job.on_stop_now
+    await keep()
+    assert ("trainer.save_checkpoint 6 {} wait" in calls) == (told is None or "written" in how)
+    assert notes == ([f"stopped without a checkpoint of step 7: {told}"] if told else [])
 
 
 async def test_a_resumed_policy_is_not_warmed_up_again() -> None:

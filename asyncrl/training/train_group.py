@@ -33,7 +33,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.training import commands
 from asyncrl.training.checkpoints.restoring import saved_tensors
-from asyncrl.training.checkpoints.saver import CheckpointSaver
+from asyncrl.training.checkpoints.saver import CheckpointSaver, Written
 from asyncrl.training.checkpoints.store import SavedCheckpoint
 from asyncrl.training.command_channel import CommandChannel
 from asyncrl.training.commands import Command, ExportOutcome, RankState, Result, TrainerFactory
@@ -62,6 +62,8 @@ class TrainGroupStatistics:
     """Batches trained so far."""
     failure: str | None
     """Why the trainer takes no further command."""
+    checkpoint: Written | None
+    """The newest that was completed."""
 
 
 class TrainGroup:
@@ -220,7 +222,7 @@ class TrainGroup:
 
     def statistics(self) -> TrainGroupStatistics:
         failure = None if self._failure is None else str(self._failure)
-        return TrainGroupStatistics(self._thread.statistics(), self._step, failure)
+        return TrainGroupStatistics(self._thread.statistics(), self._step, failure, self._checkpoints.newest)
 
     async def dispose(self) -> None:
         """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""

@@ -9,6 +9,7 @@ Invariants
 - A disk that is full, slow or gone costs the checkpoint, with a warning and an event, and nothing else. A writer that
   hangs is named after `checkpoint.timeout_s`; what it writes is completed when it comes back.
 - Older checkpoints are removed only after a newer one is complete.
+- One that is being written when the job fails or is stopped is completed, until `close`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ from asyncrl.training.trainer_thread import Job, TrainerThread
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint that is complete."""
+
+    step: int
+    seconds: float
+    """From the copy to its name."""
 
 
 @dataclass(slots=True)
@@ -72,6 +82,8 @@ class CheckpointSaver:
         self._disk: TrainerThread | None = None
         self._number = 0
         self._writing: _Writing | None = None
+        self.newest: Written | None = None
+        """Of this process."""
 
     async def resume(self) -> SavedCheckpoint | None:
         """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""
@@ -156,7 +168,7 @@ class CheckpointSaver:
 
     async def _complete(self, writing: _Writing, tensors: dict[str, SavedTensor], extra: dict[str, bytes]) -> None:
         try:
-            with anyio.CancelScope() as self._completion:
+            with anyio.CancelScope(shield=True) as self._completion:
                 await self._patiently(writing, writing.reported.wait)
                 publication = self._thread().submit(lambda: self._publish(writing, tensors, extra), what="publication")
                 await self._patiently(writing, publication.wait)
@@ -204,6 +216,7 @@ class CheckpointSaver:
             self._fault(f"the checkpoint of step {writing.step} was not written: {error}")
             return
         seconds = time.monotonic() - writing.began
+        self.newest = Written(writing.step, seconds)
         self._events.emit(CheckpointWritten(step=writing.step, path=str(writing.path), seconds=seconds))
 
     def _prune(self) -> None:

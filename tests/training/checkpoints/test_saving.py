@@ -180,6 +180,22 @@ def test_a_disk_that_never_answers_does_not_hold_the_end_of_the_job(tmp_path: Pa
     assert not (tmp_path / "checkpoints/step-000001").exists()
 
 
+def test_a_checkpoint_that_is_being_written_when_the_job_fails_is_completed(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        async def fail() -> None:
+            (tmp_path / "go").touch()
+            raise ValueError("an engine is lost")
+
+        await group.init()
+        await group.save_checkpoint(0)
+        group._task_group.start_soon(fail)  # beside the loop, which is cancelled for it
+        await anyio.sleep_forever()
+
+    with pytest.raises(AssertionError, match="an engine is lost"):
+        run_world(scenario, world_size=1, config=config_of(tmp_path), on_init=slow_disk)
+    assert names(tmp_path) == ["step-000001"]
+
+
 def test_a_caller_that_gives_up_while_the_state_is_copied_leaves_room_for_the_next(tmp_path: Path) -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
