@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import anyio.to_thread
 
@@ -53,6 +53,8 @@ async def create_rollout_components(job: Job) -> RolloutComponents:
     """
     from asyncrl.inference.controller import InferenceController
 
+    if job.config.debug.train_only:
+        return _without_engines(job)
     controller = InferenceController(
         job.config,
         host=job.host,
@@ -73,6 +75,15 @@ async def create_rollout_components(job: Job) -> RolloutComponents:
     return RolloutComponents(controller, executor, per_epoch)
 
 
+def _without_engines(job: Job) -> RolloutComponents:
+    from asyncrl.debugging.replay import NoEngines, SavedRollouts
+
+    assert job.config.debug.load_rollouts is not None, "refused with the configuration"
+    executor = SavedRollouts(job.config.debug.load_rollouts, job.stop)
+    per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
+    return RolloutComponents(cast("InferenceController", NoEngines()), cast("RolloutExecutor", executor), per_epoch)
+
+
 def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
     from asyncrl.data.tokenizer import PolicyTokenizer
     from asyncrl.rollout.executor import RolloutExecutor
@@ -88,7 +99,17 @@ def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
 
 
 async def create_train_group(job: Job, components: RolloutComponents) -> TrainGroup:
-    """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`."""
+    """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`.
+
+    Half a job (`debug`) has a trainer without engines, or none.
+    """
+    if job.config.debug.train_only:
+        return _replaying(job)
+    if job.config.debug.rollout_only:
+        from asyncrl.debugging.trainers import NoTrainer
+
+        model, attempt = job.config.model.path, job.run.attempt
+        return cast("TrainGroup", NoTrainer(components.inference_controller, model, attempt))
     from asyncrl.inference.engine_api import EngineClient
     from asyncrl.pauses import ToldFleet
     from asyncrl.training.factory import make_trainer
@@ -114,6 +135,30 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         fleet=ToldFleet(controller, components.rollout_executor),
         copies=copies,
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
+    )
+    job.disposal.push_async_callback(trainer.dispose)
+    return trainer
+
+
+def _replaying(job: Job) -> TrainGroup:
+    from asyncrl.debugging.replay import COMPARISON, Replay
+    from asyncrl.debugging.trainers import ReplayingTrainGroup
+    from asyncrl.training.factory import make_trainer
+
+    debug = job.config.debug
+    assert debug.load_rollouts is not None, "refused with the configuration"
+    trainer = ReplayingTrainGroup(
+        job.config,
+        task_group=job.task_group,
+        make_trainer=make_trainer,
+        events=job.events,
+        replay=Replay(
+            debug.load_rollouts,
+            tolerance=debug.tolerance,
+            report=job.run.path / COMPARISON,
+            events=job.events,
+            note=job.record.note,
+        ),
     )
     job.disposal.push_async_callback(trainer.dispose)
     return trainer

@@ -187,6 +187,8 @@ async def _keep_what_is_safe(job: Job) -> None:
 
 def _serve(loaded: LoadedConfig) -> int:
     """Ranks >= 1: execute what rank 0 commands."""
+    if loaded.config.debug.rollout_only:
+        return 0
     from asyncrl.training.factory import make_trainer
     from asyncrl.training.rank import serve_rank
 

@@ -107,7 +107,7 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
     Raises DataError as the data source does.
     """
     config = job.config.warmup
-    if config.steps == 0 or trainer.resumed is not None:
+    if config.steps == 0 or trainer.resumed is not None or job.config.debug.rollout_only:
         return
     rising, stride = max(1, config.steps // 10), max(1, config.steps // _PROGRESS_TIMES)
     with job.record.phase("warm-up"):
@@ -146,11 +146,12 @@ def require_own_engines(job: Job) -> None:
 
 async def publish(
     job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None = None
-) -> PublicationReport:
+) -> PublicationReport | None:
     """Brings the engines to the trainer's weights after rollout `rollout_id`; None: to those it began with.
 
-    Engines that share the trainer's GPUs and all ended in its turn are started again first, once. Raises
-    WeightUpdateError as `TrainGroup.update_weights` does.
+    Engines that share the trainer's GPUs and all ended in its turn are started again first, once. Returns None where
+    half a job runs (`debug`) and there is nothing to publish, or nobody to publish it to. Raises WeightUpdateError as
+    `TrainGroup.update_weights` does.
     """
     controller, executor, _ = components
     update = _update_in_turn if job.layout.colocated else _update
@@ -165,7 +166,7 @@ async def publish(
         await controller.wait_updatable()
         await _change_places(job, controller, trainer)
         publication = await update(components, trainer, rollout_id)
-    if job.layout.colocated:
+    if job.layout.colocated and publication is not None:
         executor.set_weight_version(publication.version)  # engines have all of their memory back only now
     return publication
 
@@ -175,17 +176,19 @@ def _requests_held(components: RolloutComponents) -> AbstractAsyncContextManager
     return components.rollout_executor.updating() if components.inference_controller.fleet().serves else nullcontext()
 
 
-async def _update(components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None) -> PublicationReport:
+async def _update(
+    components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None
+) -> PublicationReport | None:
     async with _requests_held(components):
         publication = await trainer.update_weights(rollout_id)
-        # Before a request is sent: it goes by the weights that it begins under.
-        components.rollout_executor.set_weight_version(publication.version)
+        if publication is not None:  # before a request is sent: it goes by the weights that it begins under
+            components.rollout_executor.set_weight_version(publication.version)
         return publication
 
 
 async def _update_in_turn(
     components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None
-) -> PublicationReport:
+) -> PublicationReport | None:
     """From the trainer's turn on shared GPUs to that of the engines."""
     controller = components.inference_controller
     await trainer.offload(keep_weights=True)
@@ -239,7 +242,9 @@ async def evaluate(job: Job, components: RolloutComponents, trainer: TrainGroup,
 
 
 async def export(job: Job, controller: InferenceController, trainer: TrainGroup, step: int) -> None:
-    """Writes the policy as a Hugging Face directory into the run directory."""
+    """Writes the policy as a Hugging Face directory into the run directory; without a trainer there is none."""
+    if job.config.debug.rollout_only:
+        return
     started = anyio.current_time()
     with job.record.phase("export"):
         if job.layout.colocated:

@@ -58,6 +58,9 @@ def input_problems(config: Config) -> list[Problem]:
             problems += source_problems(key, source)
         elif source and needed and not Path(source).exists():
             problems.append(Problem(key, f"{source} does not exist (looked in {Path.cwd()})"))
+    saved = config.debug.load_rollouts
+    if config.debug.train_only and saved is not None and not saved.is_dir():
+        problems.append(Problem("debug.load_rollouts", f"{saved} is no directory (looked in {Path.cwd()})"))
     return problems + list(_erased_inputs(config))
 
 
@@ -80,7 +83,7 @@ def _model_problems(config: Config) -> Iterator[Problem]:
 
 def _sources(config: Config) -> Iterator[tuple[str, str, bool]]:
     """Key, source, and whether the job reads it."""
-    yield "data.source", config.data.source, config.train.num_steps != 0
+    yield "data.source", config.data.source, config.train.num_steps != 0 and not config.debug.train_only
     yield "warmup.source", config.warmup.source, config.warmup.steps > 0
     if config.eval.data is not None:
         yield "eval.data.source", config.eval.data.source, True
@@ -123,6 +126,8 @@ def _erased_inputs(config: Config) -> Iterator[Problem]:
     if config.run.if_exists != "overwrite":
         return
     inputs = [("model.path", config.model.path)]
+    if config.debug.load_rollouts is not None:
+        inputs.append(("debug.load_rollouts", config.debug.load_rollouts))
     inputs += [(key, Path(source)) for key, source, _ in _sources(config) if source and not is_generated(source)]
     for key, path in inputs:
         if path.exists() and path.resolve().is_relative_to(config.run.dir.resolve()):

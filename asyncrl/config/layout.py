@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncrl.config.machine import Machine
@@ -118,6 +118,8 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
             engines = _engines_on_cpu(config, problems)
     if problems:
         return None, problems
+    if config.debug.rollout_only:  # there is no trainer to share a GPU with
+        engines = tuple(replace(engine, colocated=False, transport="disk") for engine in engines)
     used = {gpu for engine in engines for gpu in engine.gpus} | set(_trainer_gpus(machine)) | held
     layout = ProcessLayout(
         device=device,

@@ -7,6 +7,7 @@ from pydantic import Field
 from asyncrl.config.base import Section
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.data import DataConfig
+from asyncrl.config.debug import DebugConfig
 from asyncrl.config.inference import EngineConfig, HealthConfig, RouterConfig, ServedModelConfig, WeightsConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RewardConfig, RolloutConfig
@@ -30,5 +31,6 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """Models that are served beside the trained one and never change, each in a section [models.NAME]."""

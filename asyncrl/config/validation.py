@@ -35,6 +35,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_data_problems(config),
         *_parallel_problems(config, facts),
         *_host_problems(config, machine),
+        *_debug_problems(config),
         *external_problems(config),
         *served_problems(config),
         *server_arg_problems(config.engine.server_args),
@@ -209,6 +210,18 @@ def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Pro
             "engine.tensor_parallel",
             f"{size} does not fit the model's {heads} attention heads and {kv_heads} key-value heads",
         )
+
+
+def _debug_problems(config: Config) -> Iterator[Problem]:
+    debug = config.debug
+    if debug.train_only and debug.rollout_only:
+        yield Problem("debug.train_only", "and debug.rollout_only leave nothing to do; set one of them")
+    if debug.train_only and debug.load_rollouts is None:
+        yield Problem(
+            "debug.load_rollouts", "is not set; debug.train_only needs a directory that debug.save_rollouts wrote"
+        )
+    if debug.load_rollouts is not None and not debug.train_only:
+        yield Problem("debug.load_rollouts", "is read by debug.train_only alone; set that too, or take this out")
 
 
 def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
+from safetensors import SafetensorError
 
 from asyncrl.config import Config
 from asyncrl.config.data import DataConfig
@@ -33,6 +34,7 @@ from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.data.saved_batch import ROLLOUTS, save_batch
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import RolloutError
@@ -215,7 +217,17 @@ class RolloutExecutor:
             bound=self._bound,
         )
         self._delivered_at, self._failed_attempts, self._aborted_requests = now, failed, aborted
-        return RolloutBatch.from_groups(rollout_id, taken.groups, self._sampling.temperature)
+        batch = RolloutBatch.from_groups(rollout_id, taken.groups, self._sampling.temperature)
+        if self._config.debug.save_rollouts:
+            with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it
+                await _in_thread(lambda: self._keep(batch, self.last_rollout))
+        return batch
+
+    def _keep(self, batch: RolloutBatch, metrics: RolloutMetrics) -> None:
+        try:
+            save_batch(batch, self._config.run.dir / ROLLOUTS, {"rollout": asdict(metrics)})
+        except (OSError, SafetensorError) as error:  # a full disk costs the copy, not the run
+            _log.warning("a rollout batch was not saved", rollout_id=batch.rollout_id, error=str(error))
 
     def generate_ahead(self, first: int, num_rollouts: int) -> None:
         """From now on the groups of the rollouts [first, num_rollouts) are generated without being asked for.

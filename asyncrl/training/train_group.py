@@ -146,7 +146,8 @@ class TrainGroup:
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         """Trains on one rollout batch; returns rank 0's metrics. StalenessError for a batch that is too old."""
-        self._bound.check(batch)
+        if not self._config.debug.train_only:  # which trains what was saved, as it was saved
+            self._bound.check(batch)
         started = time.monotonic()
         metrics = await self._run(commands.Train(), f"training on rollout {rollout_id}", batch=batch)
         self._step = rollout_id + 1
@@ -164,9 +165,10 @@ class TrainGroup:
         """float32 [R]: the policy's log-prob of each response token, at the batch's temperature."""
         return cast(Tensor, await self._run(commands.Logprobs(), "computing log-probs", batch=batch))
 
-    async def update_weights(self, rollout_id: int | None = None) -> PublicationReport:
+    async def update_weights(self, rollout_id: int | None = None) -> PublicationReport | None:
         """Publishes the present weights to the fleet as version `attempt.step`; `rollout_id` is the last one trained.
 
+        None is for trainers without engines (asyncrl.debugging).
         Raises WeightUpdateError when no engine could be brought to them.
         """
         if self._fleet is None or self._transport is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.saved_batch import batch_paths, save_batch
 from asyncrl.errors import NonFiniteError
 from asyncrl.training import losses
 from asyncrl.training.advantages import group_advantages, groups_without_signal
@@ -36,7 +37,6 @@ from asyncrl.training.megatron.checkpoint import Checkpoint, WeightExchange
 from asyncrl.training.megatron.model import PolicyModel, transformer_config
 from asyncrl.training.megatron.optimizer import Optimizer
 from asyncrl.training.megatron.step import LossFunction, Tally, forward_backward, forward_logprobs
-from asyncrl.training.nonfinite import dump_paths, save_batch
 from asyncrl.training.packing import StepPlan, plan_steps
 from asyncrl.training.schedule import learning_rate
 from asyncrl.weights.buckets import TensorSpec
@@ -269,7 +269,7 @@ class MegatronTrainer:
     def _stop(self, batch: RolloutBatch, plan: StepPlan, number: int, loss: float, grad_norm: float) -> None:
         """Raises NonFiniteError; every rank comes here, since loss and norm were reduced over all of them."""
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-        path, _ = dump_paths(self._failure_dir, batch.rollout_id)
+        path, _ = batch_paths(self._failure_dir, batch.rollout_id)
         saved = f"the batch is saved in {path}"
         if self._layout.rank == 0:
             facts = {

@@ -1,0 +1,88 @@
+"""Rollout batches as files, to be looked at and trained again: tensors as safetensors, all else as JSON beside them.
+
+Invariants
+- The JSON file comes last and goes first: where it is, the tensors beside it are those of the same batch.
+- No pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.sample import VersionSpan
+from asyncrl.errors import DataError
+
+ROLLOUTS = "rollouts"
+"""Directory in that of a run where `debug.save_rollouts` keeps its batches."""
+_NAME = re.compile(r"rollout-(\d{6,})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBatch:
+    """A batch, and what was said of it."""
+
+    batch: RolloutBatch
+    facts: Mapping[str, Any]
+
+
+def batch_paths(directory: Path, rollout_id: int) -> tuple[Path, Path]:
+    """Where `save_batch` writes: tensors, and everything else."""
+    stem = directory / f"rollout-{rollout_id:06d}"
+    return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
+
+
+def save_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -> Path:
+    """Writes the batch and plain JSON `facts`; returns the path of the tensors. Raises OSError, SafetensorError."""
+    tensors_path, json_path = batch_paths(directory, batch.rollout_id)
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    json_path.unlink(missing_ok=True)
+    save_file(tensors, tensors_path)
+    rest = {name: value for name, value in fields.items() if name not in tensors}
+    rest["versions"] = [[dataclasses.asdict(span) for span in spans] for spans in batch.versions]
+    partial = json_path.with_suffix(".partial")
+    partial.write_text(json.dumps({**facts, "batch": rest}, indent=2) + "\n")
+    partial.rename(json_path)
+    return tensors_path
+
+
+def saved_rollouts(directory: Path) -> tuple[int, ...]:
+    """Rollout ids of the batches in a directory, in order. Raises DataError where it cannot be read."""
+    try:
+        names = [_NAME.fullmatch(path.name) for path in directory.iterdir()]
+    except OSError as error:
+        raise DataError(f"{directory} cannot be read: {error.strerror}") from error
+    return tuple(sorted(int(name[1]) for name in names if name is not None))
+
+
+def load_batch(directory: Path, rollout_id: int) -> SavedBatch:
+    """Reads what `save_batch` wrote. Raises DataError, which names the file."""
+    tensors_path, json_path = batch_paths(directory, rollout_id)
+    try:
+        facts = json.loads(json_path.read_text())
+        rest = facts.pop("batch")
+        batch = RolloutBatch(
+            **load_file(tensors_path),
+            rollout_id=rest["rollout_id"],
+            group_ids=tuple(rest["group_ids"]),
+            sample_ids=tuple(rest["sample_ids"]),
+            versions=tuple(tuple(VersionSpan(**span) for span in spans) for spans in rest["versions"]),
+            temperature=rest["temperature"],
+        )
+    except OSError as error:
+        raise DataError(f"{error.filename or tensors_path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise DataError(f"{json_path} or the tensors beside it are no saved batch: {error}") from error
+    return SavedBatch(batch, facts)

@@ -1,0 +1,134 @@
+"""What a replayed training step gives, beside what was recorded of it. Pure: no I/O.
+
+Two comparisons. Metrics (losses, gradient norms, ...) with those of the recorded run: on the same layout, in float32,
+from the same weights they are the same to the last bit. And the trainer's log-prob of each trained token with the
+engine's: where they part at the first step, weights, tokenisation or masks do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.data.batch import RolloutBatch
+
+_TRAINING = "train/"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One metric, then and now."""
+
+    name: str
+    recorded: float
+    replayed: float
+
+    @property
+    def relative(self) -> float:
+        """0 is the same; infinite where only one of them is a number."""
+        if self.recorded == self.replayed or (math.isnan(self.recorded) and math.isnan(self.replayed)):
+            return 0.0
+        if not (math.isfinite(self.recorded) and math.isfinite(self.replayed)):
+            return math.inf
+        return abs(self.recorded - self.replayed) / max(abs(self.recorded), abs(self.replayed))
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """The trainer's log-probs less the engine's, over trained tokens, in nat."""
+
+    mean: float
+    """Of the magnitude."""
+    largest: float
+    """In magnitude."""
+    sample_id: str
+    """Where it is largest."""
+    token: int
+    """Its place in the response of that sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparison:
+    """One replayed step."""
+
+    step: int
+    metrics: tuple[Difference, ...]
+    """Empty where nothing was recorded."""
+    logprobs: LogprobDifference | None
+    """None where no token is trained."""
+    tolerance: float
+
+    @property
+    def differing(self) -> tuple[Difference, ...]:
+        """Metrics that differ by more than the tolerance, the worst first."""
+        beyond = [difference for difference in self.metrics if difference.relative > self.tolerance]
+        return tuple(sorted(beyond, key=lambda difference: -difference.relative))
+
+    def as_record(self) -> dict[str, Any]:
+        """As a line of JSON."""
+        return {
+            "step": self.step,
+            "same": not self.differing if self.metrics else None,
+            "metrics": {d.name: {"recorded": d.recorded, "replayed": d.replayed} for d in self.metrics},
+            "logprobs": None if self.logprobs is None else asdict(self.logprobs),
+        }
+
+    def in_words(self) -> str:
+        """One line for the person who looks for the difference."""
+        parts = [f"{d.name} was {d.recorded:.7g}, is {d.replayed:.7g} ({d.relative:.1e})" for d in self.differing[:3]]
+        if len(self.differing) > len(parts):
+            parts.append(f"{len(self.differing) - len(parts)} more")
+        if not parts:
+            parts.append("as recorded" if self.metrics else "nothing was recorded of it")
+        if (found := self.logprobs) is not None:
+            place = f"{found.sample_id}, token {found.token}"
+            parts.append(
+                f"trainer and engine differ by {found.mean:.1e} nat a token, most at {place}: {found.largest:.1e}"
+            )
+        return f"step {self.step}: {'; '.join(parts)}"
+
+
+def compare_metrics(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> tuple[Difference, ...]:
+    """The `train/` metrics that both have. One that is null in `recorded` was not finite."""
+    return tuple(
+        Difference(name, math.nan if recorded[name] is None else float(recorded[name]), value)
+        for name, value in sorted(replayed.items())
+        if name.startswith(_TRAINING) and name in recorded
+    )
+
+
+def compare_logprobs(batch: RolloutBatch, logprobs: Tensor) -> LogprobDifference | None:
+    """`logprobs`: float32 [R], the trainer's, at the batch's temperature and before the step."""
+    difference = (logprobs - batch.logprobs).abs().masked_fill(~batch.loss_mask, 0.0)
+    trained = int(batch.loss_mask.sum())
+    if not trained:
+        return None
+    worst = int(torch.where(difference.isnan(), math.inf, difference).argmax())
+    ends = batch.response_lengths.cumsum(0)
+    sample = int((ends <= worst).sum())
+    start = int(ends[sample]) - int(batch.response_lengths[sample])
+    return LogprobDifference(
+        float(difference.sum()) / trained, float(difference[worst]), batch.sample_ids[sample], worst - start
+    )
+
+
+def verdict(steps: Sequence[StepComparison]) -> str:
+    """The whole replay in one line."""
+    compared = [step for step in steps if step.metrics]
+    if not compared:
+        return f"{len(steps)} steps replayed; nothing was recorded that they could be compared with"
+    differing = [step for step in compared if step.differing]
+    worst = max(
+        ((d.relative, d.name, step.step) for step in compared for d in step.metrics), key=lambda found: found[0]
+    )
+    largest = f"largest relative difference {worst[0]:.1e}" + (f", {worst[1]} of step {worst[2]}" if worst[0] else "")
+    if not differing:
+        return f"{len(compared)} steps replayed, all as recorded within {compared[0].tolerance:g} ({largest})"
+    return (
+        f"{len(differing)} of {len(compared)} replayed steps differ, the first is step {differing[0].step} ({largest})"
+    )

@@ -1,0 +1,189 @@
+"""`debug.train_only`: the trainer alone, on the batches that another run saved, compared with what was recorded then.
+
+The loops stay as they are; what they ask of engines and executor is answered by stand-ins. Nothing is generated, scored
+or published, so nothing is stale either: a batch is trained as it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.saved_batch import load_batch, saved_rollouts
+from asyncrl.debugging.comparison import StepComparison, compare_logprobs, compare_metrics, verdict
+from asyncrl.errors import DataError, EngineError, RolloutError
+from asyncrl.exit_protocol import StopRequest
+from asyncrl.observability.events import EventLog, FaultSeen
+from asyncrl.observability.line_file import LineFile, encode_line
+from asyncrl.observability.metrics import read_metrics
+from asyncrl.rollout.evaluation import EvalReport, skipped_report
+from asyncrl.rollout.metrics import RolloutMetrics
+
+COMPARISON = "comparison.jsonl"
+"""In the run directory: a line for each replayed step."""
+
+
+class NoEngines:
+    """Stands in for the InferenceController."""
+
+    async def wait_ready(self) -> None: ...
+
+    async def prepare_rollout(self, rollout_id: int) -> None: ...
+
+    async def prepare_eval(self) -> None:
+        raise EngineError("debug.train_only runs without engines")
+
+    async def pin_eval_fleet(self) -> None:
+        await self.prepare_eval()
+
+    async def offload(self) -> None: ...
+
+    async def onload_weights(self) -> None: ...
+
+    async def onload_kv(self) -> None: ...
+
+
+class SavedRollouts:
+    """Stands in for the RolloutExecutor."""
+
+    def __init__(self, directory: Path, stop: StopRequest) -> None:
+        """The loop is asked to stop with the last batch in `directory`. Raises DataError where there is none."""
+        self._directory = directory
+        self._stop = stop
+        self._ids = saved_rollouts(directory)
+        self._last: RolloutMetrics | None = None
+        if not self._ids:
+            raise DataError(
+                f"debug.load_rollouts: {directory} holds no saved batch; run with debug.save_rollouts first"
+            )
+
+    async def get(self, rollout_id: int) -> RolloutBatch:
+        """The saved batch. RolloutError where it was not saved."""
+        if rollout_id not in self._ids:
+            raise RolloutError(
+                f"{self._directory} holds no batch of rollout {rollout_id}, but those of {_ranges(self._ids)}; "
+                "training begins where its checkpoint is (checkpoint.resume), else at 0"
+            )
+        saved = await anyio.to_thread.run_sync(load_batch, self._directory, rollout_id, abandon_on_cancel=True)
+        self._last = _metrics_of(saved.facts, saved.batch)
+        if rollout_id == self._ids[-1]:
+            self._stop.request()
+        return saved.batch
+
+    @property
+    def last_rollout(self) -> RolloutMetrics:
+        """Figures of the batch that `get` returned last, as they were recorded."""
+        assert self._last is not None, "asked before the first get"
+        return self._last
+
+    def generate_ahead(self, first: int, num_rollouts: int) -> None: ...
+
+    async def commit(self, rollout_id: int) -> None: ...
+
+    async def save(self) -> dict[str, bytes]:
+        return {}
+
+    async def restore(self, files: Mapping[str, bytes], step: int) -> None: ...
+
+    def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
+        return skipped_report(rollout_id, reason)
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def get_num_rollout_per_epoch(self) -> int:
+        return len(self._ids)
+
+
+class Replay:
+    """Compares each step with the recorded one, and tells."""
+
+    def __init__(
+        self,
+        rollouts: Path,
+        *,
+        tolerance: float,
+        report: Path,
+        events: EventLog,
+        note: Callable[[str], None],
+    ) -> None:
+        """`rollouts` lies in the directory of the recorded run, beside its metrics; `report` gets a line for each step.
+
+        Raises RunDirectoryError where `report` cannot be written.
+        """
+        metrics = rollouts.resolve().parent / "metrics.jsonl"
+        lines = read_metrics(metrics) if metrics.is_file() else ()
+        self._recorded: dict[int, dict[str, Any]] = {
+            int(line["step"]): line for line in lines if "train/tokens" in line
+        }
+        """By step: the last attempt's."""
+        self._tolerance = tolerance
+        self._report = LineFile(report)
+        self._events = events
+        self._note = note
+        self._steps: list[StepComparison] = []
+
+    async def step(
+        self,
+        batch: RolloutBatch,
+        logprobs: Callable[[], Awaitable[Any]],
+        train: Callable[[], Awaitable[dict[str, float]]],
+    ) -> dict[str, float]:
+        """Runs one training step, with the trainer's log-probs taken before it."""
+        difference = compare_logprobs(batch, await logprobs())
+        metrics = await train()
+        step = batch.rollout_id + 1
+        compared = compare_metrics(self._recorded.get(step, {}), metrics)
+        comparison = StepComparison(step, compared, difference, self._tolerance)
+        self._steps.append(comparison)
+        self._report.append(encode_line(comparison.as_record()))
+        self._note(comparison.in_words())
+        if comparison.differing:
+            self._events.emit(FaultSeen(component="replay", what=comparison.in_words()))
+        return metrics
+
+    def conclude(self) -> None:
+        """The last word; the report is complete."""
+        self._report.close()
+        if self._steps:
+            self._note(f"{verdict(self._steps)}; see {self._report.path}")
+
+
+def _metrics_of(facts: Mapping[str, Any], batch: RolloutBatch) -> RolloutMetrics:
+    """As recorded; of a batch that something else saved, what can be told from it."""
+    recorded = facts.get("rollout")
+    names = {field.name for field in fields(RolloutMetrics)}
+    if isinstance(recorded, Mapping) and recorded.keys() == names:
+        return RolloutMetrics(**recorded)
+    nothing: dict[str, Any] = {name: "" if name == "failure" else 0 for name in names}
+    lengths = batch.response_lengths.double()
+    return RolloutMetrics(
+        **nothing
+        | {
+            "rollout_id": batch.rollout_id,
+            "groups": len(batch.group_ids),
+            "samples": batch.num_samples,
+            "reward_mean": float(batch.rewards.double().mean()),
+            "response_tokens": int(lengths.sum()),
+            "response_tokens_mean": float(lengths.mean()),
+        }
+    )
+
+
+def _ranges(ids: tuple[int, ...]) -> str:
+    """`3 to 5 and 9`: consecutive ids as ranges."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{first} to {last}" if last > first else str(first) for first, last in runs]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
