@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl.components import RolloutComponents
 from asyncrl.config.checkpoint import CheckpointConfig
+from asyncrl.config.debug import DebugConfig
 from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
 from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, warm_up
@@ -59,7 +60,7 @@ def a_job(colocated: bool) -> Any:
     record = SimpleNamespace(phase=lambda name: nullcontext(), points=[], exported=lambda path: None)
     record.evaluated = lambda *point: record.points.append(point)
     return SimpleNamespace(
-        config=SimpleNamespace(eval=SimpleNamespace(fleet=None)),
+        config=SimpleNamespace(eval=SimpleNamespace(fleet=None), debug=DebugConfig()),
         layout=SimpleNamespace(colocated=colocated),
         record=record,
         run=SimpleNamespace(export="DIR"),
@@ -217,6 +218,6 @@ async def test_a_job_that_a_signal_stops_between_two_steps_is_saved_if_there_is_
 
 async def test_a_resumed_policy_is_not_warmed_up_again() -> None:
     job = a_job(False)
-    job.config = SimpleNamespace(warmup=SimpleNamespace(steps=3))
+    job.config = SimpleNamespace(warmup=SimpleNamespace(steps=3), debug=DebugConfig())
     trainer: Any = SimpleNamespace(resumed="a checkpoint")
     await warm_up(job, trainer)

@@ -100,6 +100,23 @@ class StartedJob:
         [driver] = [p for p in self.members() if str(TRAIN) in p.cmdline()[1:3] and p.environ().get("RANK", "0") == "0"]
         return driver
 
+    def rank(self, number: int) -> psutil.Process:
+        """A trainer rank under torchrun."""
+        [found] = [
+            p for p in self.members() if p.environ().get("RANK") == str(number) and "entrypoints" in p.cmdline()[2]
+        ]
+        return found
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process of the job at once, as when its machine loses power."""
+        while members := self.members():
+            for member in members:
+                try:
+                    member.kill()
+                except psutil.NoSuchProcess:
+                    continue
+        self.process.wait(timeout=30)
+
     def note_ports(self) -> None:
         """Remembers every port that the job listens on now."""
         for process in self.members():
@@ -139,13 +156,26 @@ def holder_of(port: int) -> str | None:
 
 @contextmanager
 def job(
-    recipe: Path, *options: str, torchrun: int | None = None, env: Mapping[str, str] | None = None, entry: Path = TRAIN
+    recipe: Path,
+    *options: str,
+    torchrun: int | None = None,
+    max_restarts: int = 0,
+    env: Mapping[str, str] | None = None,
+    entry: Path = TRAIN,
 ) -> Iterator[StartedJob]:
-    """Starts the job; with `torchrun` ranks under its agent. Whatever is left at the end is killed by pid."""
+    """Starts the job; with `torchrun` ranks under its agent, which restarts them so often.
+
+    Whatever is left at the end is killed by pid.
+    """
     mark = uuid.uuid4().hex
     output = recipe.parent / f"output-{mark[:6]}.txt"
     launcher = (
-        [] if torchrun is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
+        []
+        if torchrun is None
+        else [
+            *("-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(torchrun), "--max-restarts", str(max_restarts)),
+        ]
     )
     with output.open("w") as stream:
         process = subprocess.Popen(
