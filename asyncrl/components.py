@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import anyio.to_thread
@@ -46,9 +47,10 @@ class RolloutComponents(NamedTuple):
     """Set only when the run is given in epochs (`train.num_steps` is none)."""
 
 
-async def create_rollout_components(job: Job) -> RolloutComponents:
+async def create_rollout_components(job: Job, trainers: Sequence[str] = ("trainer",)) -> RolloutComponents:
     """Starts engines and router, and the executor in front of them; returns while the engines still boot.
 
+    Where several `trainers` train on every batch, each names itself in `executor.get` and `executor.commit`.
     Raises ConfigError, ModelError, DataError or RewardError for what the user can mend.
     """
     from asyncrl.inference.controller import InferenceController
@@ -67,7 +69,9 @@ async def create_rollout_components(job: Job) -> RolloutComponents:
     await controller.start(job.task_group)
 
     # torch and transformers take seconds to import; by now the engines are importing theirs.
-    executor = await anyio.to_thread.run_sync(_build_executor, job, controller.router_url, abandon_on_cancel=True)
+    executor = await anyio.to_thread.run_sync(
+        _build_executor, job, controller.router_url, trainers, abandon_on_cancel=True
+    )
     job.disposal.push_async_callback(executor.dispose)
     await executor.start(job.task_group)
     await make_room(job, controller)
@@ -84,7 +88,7 @@ def _without_engines(job: Job) -> RolloutComponents:
     return RolloutComponents(cast("InferenceController", NoEngines()), cast("RolloutExecutor", executor), per_epoch)
 
 
-def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
+def _build_executor(job: Job, router_url: str, trainers: Sequence[str]) -> RolloutExecutor:
     from asyncrl.data.tokenizer import PolicyTokenizer
     from asyncrl.rollout.executor import RolloutExecutor
 
@@ -95,6 +99,7 @@ def _build_executor(job: Job, router_url: str) -> RolloutExecutor:
         events=job.events,
         tokenizer=PolicyTokenizer.load(job.config.model.path),
         log_dir=job.run.logs,
+        trainers=trainers,
     )
 
 

@@ -1,8 +1,9 @@
 """EngineClient: sends prompts to the router's /generate and brings back what was sampled, whatever happens on the way.
 
 Invariants
-- Each attempt has its own id: client nonce, sample id, attempt number. None begins another, because the engine aborts
-  by prefix, and none is used twice, because it refuses an id it has seen a moment ago.
+- Each attempt has its own id: client nonce, sample id, attempt number; so several clients may share a router. None
+  begins another, because the engine aborts by prefix, and none is used twice, because it refuses an id it has seen a
+  moment ago.
 - Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. Their clock stands
   still while engines are paused (`engine_clock.py`).
 - An attempt that ended without an answer is given up (`on_given_up`): an engine may still be at work on it.
@@ -200,7 +201,7 @@ class EngineClient:
 
     def _headers(self, sample_id: str, failures: int) -> Mapping[str, str]:
         """Of an attempt after so many in which the engine failed: it asks for another engine than those before."""
-        key = routing_key(self._sticky, sample_id)
+        key = routing_key(self._sticky, f"{self._nonce}-{sample_id}")  # others may send to the same router
         if key is None:
             return _HEADERS
         return {**_HEADERS, ROUTING_KEY_HEADER: f"{key}~{failures}" if failures else key}

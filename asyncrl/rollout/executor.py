@@ -9,6 +9,7 @@ Invariants
   (`collection.py`).
 - No token in a batch is staler than rollout.max_staleness (`admission.py`). Within that, groups come earliest deadline
   first, then in the order in which their prompts were drawn.
+- Several trainers (an actor and its critic) get the same batches, each at its own pace.
 - Only after `generate_ahead` is anything generated while no `get` waits.
 - What `save` returned, `restore`d in a new process, goes on as if nothing had ended: no prompt is skipped or repeated.
 """
@@ -16,7 +17,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.events import RewardFailed
 from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.ledger import GroupState, Ledger
+from asyncrl.rollout.ledger import TRAINER, GroupState, Ledger
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
 from asyncrl.rollout.production import Issue, Production
 from asyncrl.rollout.rewards.pool import ProcessHost
@@ -105,8 +106,10 @@ class RolloutExecutor:
         events: EventLog,
         tokenizer: PolicyTokenizer,
         log_dir: Path,
+        trainers: Sequence[str] = (TRAINER,),
     ) -> None:
-        """`host` runs the reward workers (None where there are none); their logs go to `log_dir`.
+        """`host` runs the reward workers (None where there are none); their logs go to `log_dir`. All of `trainers`
+        train on every batch.
 
         Raises ConfigError for sampling that cannot work with this model.
         """
@@ -118,7 +121,11 @@ class RolloutExecutor:
         self._log_dir = log_dir
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
-        self._ledger = Ledger()
+        self._ledger = Ledger(trainers)
+        self._several = len(trainers) > 1
+        self._gathering = anyio.Lock()
+        self._shared: dict[int, RolloutBatch] = {}
+        """Batches that some trainer still has to get, by rollout id."""
         self._bound = Bound.of(config)
         self._generates_ahead = False
         self._delivered_at = 0.0
@@ -188,17 +195,29 @@ class RolloutExecutor:
             dropped_overlong=prompts.dropped_overlong,
         )
 
-    async def get(self, rollout_id: int) -> RolloutBatch:
+    async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:
         """The batch of step `rollout_id`: `prompts_per_step` groups, each with enough usable samples.
 
         Steps follow one another; the first may be any. Raises RolloutError when too many groups fail or are filtered,
         when the id is not the next one, or when the published weights are too old for it; RewardError when the reward
         fails on too much of the first batch.
         """
-        self._ledger.check_deliverable(rollout_id)
+        self._ledger.check_deliverable(rollout_id, trainer)
+        if not self._several:
+            return await self._gather(rollout_id, trainer)
+        async with self._gathering:  # whoever comes second waits for the batch of the first
+            if rollout_id not in self._shared:
+                self._shared[rollout_id] = await self._gather(rollout_id, trainer)
+                return self._shared[rollout_id]
+            batch = self._shared[rollout_id]
+            if not self._ledger.share(rollout_id, trainer):
+                del self._shared[rollout_id]
+            return batch
+
+    async def _gather(self, rollout_id: int, trainer: str) -> RolloutBatch:
         began = time.monotonic()
         taken = await self._started.production.take(rollout_id)
-        self._events.emit(self._ledger.deliver(rollout_id, [group.group_id for group in taken.groups]))
+        self._events.emit(self._ledger.deliver(rollout_id, [group.group_id for group in taken.groups], trainer))
         self._first_batch.closed = True
         now, engines = time.monotonic(), self._started.engines
         failed, aborted = sum(engines.client.statistics().failed_attempts.values()), engines.aborts.requests
@@ -244,9 +263,10 @@ class RolloutExecutor:
             raise RolloutError("no batch was delivered yet; await get() first")
         return self._last_rollout
 
-    async def commit(self, rollout_id: int) -> None:
-        """The trainer has trained the batch. RolloutError when it was never delivered, or was committed before."""
-        self._events.emit(self._ledger.commit(rollout_id))
+    async def commit(self, rollout_id: int, trainer: str = TRAINER) -> None:
+        """`trainer` has trained the batch. RolloutError when it never got it, or committed it before."""
+        if (trained := self._ledger.commit(rollout_id, trainer)) is not None:
+            self._events.emit(trained)
 
     async def save(self) -> dict[str, bytes]:
         """Files for a checkpoint of the trainer as it is between a `commit` and the next `get`.

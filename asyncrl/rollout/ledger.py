@@ -5,7 +5,8 @@
 
 Invariants
 - A group is admitted once per attempt of the job and ends once: trained, filtered or dropped.
-- A rollout id is delivered once, and committed once after that.
+- Each trainer gets a rollout id once, and commits it once after that. All trainers get the same groups, which are
+  trained when the last of them has committed.
 - A group that an earlier attempt finished, and no batch took, begins as finished; counts go on where they were.
 
 A pure state machine: no I/O, no clock. Each transition returns the event that records it; the caller emits it.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -44,16 +46,32 @@ class GroupState(StrEnum):
     DROPPED = "dropped"
 
 
+TRAINER = "trainer"
+"""The one that there is unless several are named."""
+
+
 class LedgerError(Exception):
     """A transition that the life of a group does not have: a defect of the caller."""
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """A batch on its way through the trainers."""
+
+    group_ids: tuple[str, ...]
+    to_get: set[str]
+    """Trainers that did not ask for it yet."""
+    to_commit: set[str]
 
 
 class Ledger:
     """Live groups by id, ended ones as counts: memory does not grow with the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainers: Sequence[str] = (TRAINER,)) -> None:
+        """`trainers` are those that train on every batch."""
+        self._trainers = frozenset(trainers)
         self._live: dict[str, GroupState] = {}
-        self._delivered: dict[int, tuple[str, ...]] = {}
+        self._delivered: dict[int, _Delivery] = {}
         self._committed: set[int] = set()
         self._ended: Counter[GroupState] = Counter()
         self.drop_reasons: Counter[str] = Counter()
@@ -107,29 +125,49 @@ class Ledger:
         self._move(group_id, GroupState.RUNNING, GroupState.FINISHED)
         return GroupFinished(group_id=group_id, usable=usable, failed=failed)
 
-    def check_deliverable(self, rollout_id: int) -> None:
-        """Raises RolloutError when `rollout_id` was delivered before."""
-        if rollout_id in self._delivered or rollout_id in self._committed:
-            state = "committed" if rollout_id in self._committed else "delivered"
+    def check_deliverable(self, rollout_id: int, trainer: str = TRAINER) -> None:
+        """Raises RolloutError when `trainer` got `rollout_id` before, or is unknown."""
+        self._check_known(trainer)
+        delivery = self._delivered.get(rollout_id)
+        if rollout_id in self._committed or (delivery is not None and trainer not in delivery.to_get):
+            state = "delivered" if delivery is not None and trainer in delivery.to_commit else "committed"
             raise RolloutError(f"rollout {rollout_id} was already {state}; get each rollout id once")
 
-    def deliver(self, rollout_id: int, group_ids: Sequence[str]) -> GroupsDelivered:
-        self.check_deliverable(rollout_id)
+    def deliver(self, rollout_id: int, group_ids: Sequence[str], trainer: str = TRAINER) -> GroupsDelivered:
+        """The first trainer gets the batch."""
+        self.check_deliverable(rollout_id, trainer)
         for group_id in group_ids:
             self._move(group_id, GroupState.FINISHED, GroupState.DELIVERED)
-        self._delivered[rollout_id] = tuple(group_ids)
+        others = set(self._trainers - {trainer})
+        self._delivered[rollout_id] = _Delivery(tuple(group_ids), others, set(self._trainers))
         return GroupsDelivered(rollout_id=rollout_id, group_ids=tuple(group_ids))
 
-    def commit(self, rollout_id: int) -> GroupsTrained:
-        """Raises RolloutError when `rollout_id` was not delivered, or was committed before."""
-        if rollout_id not in self._delivered:
-            reason = "was already committed" if rollout_id in self._committed else "was never delivered"
+    def share(self, rollout_id: int, trainer: str) -> bool:
+        """Another trainer gets a batch that was delivered; returns whether others still have to."""
+        self.check_deliverable(rollout_id, trainer)
+        delivery = self._delivered[rollout_id]
+        delivery.to_get.remove(trainer)
+        return bool(delivery.to_get)
+
+    def commit(self, rollout_id: int, trainer: str = TRAINER) -> GroupsTrained | None:
+        """Returns the event of their end with the last trainer's commit.
+
+        Raises RolloutError when `rollout_id` was not delivered to `trainer`, or was committed by it before.
+        """
+        self._check_known(trainer)
+        delivery = self._delivered.get(rollout_id)
+        if delivery is None or trainer in delivery.to_get or trainer not in delivery.to_commit:
+            committed = rollout_id in self._committed or (delivery is not None and trainer not in delivery.to_commit)
+            reason = "was already committed" if committed else "was never delivered"
             raise RolloutError(f"rollout {rollout_id} {reason}; commit each rollout id once, after get")
-        group_ids = self._delivered.pop(rollout_id)
+        delivery.to_commit.remove(trainer)
+        if delivery.to_commit:
+            return None
+        del self._delivered[rollout_id]
         self._committed.add(rollout_id)
-        for group_id in group_ids:
+        for group_id in delivery.group_ids:
             self._end(group_id, GroupState.TRAINED)
-        return GroupsTrained(rollout_id=rollout_id, group_ids=group_ids)
+        return GroupsTrained(rollout_id=rollout_id, group_ids=delivery.group_ids)
 
     def filter(self, group_id: str, reason: str) -> GroupFiltered:
         self._require(group_id, GroupState.FINISHED)
@@ -145,12 +183,17 @@ class Ledger:
 
     def drop_delivered(self, reason: str) -> tuple[GroupDropped, ...]:
         """Ends all groups that were delivered and not committed: nobody will train them in this attempt."""
-        group_ids = [group_id for batch in self._delivered.values() for group_id in batch]
+        group_ids = [group_id for delivery in self._delivered.values() for group_id in delivery.group_ids]
         self._delivered.clear()
         self.drop_reasons[reason] += len(group_ids)
         for group_id in group_ids:
             self._end(group_id, GroupState.DROPPED)
         return tuple(GroupDropped(group_id=group_id, reason=reason) for group_id in group_ids)
+
+    def _check_known(self, trainer: str) -> None:
+        if trainer not in self._trainers:
+            known = ", ".join(sorted(self._trainers))
+            raise RolloutError(f"no trainer {trainer!r} was named to the executor, but {known}")
 
     def _require(self, group_id: str, *allowed: GroupState) -> None:
         state = self._live.get(group_id)

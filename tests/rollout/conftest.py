@@ -13,6 +13,7 @@ from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
+from asyncrl.rollout.ledger import TRAINER
 from asyncrl.rollout.rewards.pool import ProcessHost
 from tests.scripted.answers import AnsweringEngine
 from tests.tiny_policy import write_policy
@@ -48,7 +49,11 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
 
     @asynccontextmanager
     async def start(
-        engine: AnsweringEngine, *, host: ProcessHost | None = None, **sections: dict[str, Any]
+        engine: AnsweringEngine,
+        *,
+        host: ProcessHost | None = None,
+        trainers: tuple[str, ...] = (TRAINER,),
+        **sections: dict[str, Any],
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
             "model": {"path": tmp_path},
@@ -59,7 +64,13 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
         config = Config(**{name: defaults.get(name, {}) | sections.get(name, {}) for name in names})  # type: ignore[arg-type]
         async with anyio.create_task_group() as task_group:
             executor = RolloutExecutor(
-                config, router_url=engine.url, host=host, events=events, tokenizer=tokenizer, log_dir=tmp_path
+                config,
+                router_url=engine.url,
+                host=host,
+                events=events,
+                tokenizer=tokenizer,
+                log_dir=tmp_path,
+                trainers=trainers,
             )
             try:
                 await executor.start(task_group)

@@ -9,6 +9,33 @@ from asyncrl.errors import RolloutError
 from asyncrl.rollout.ledger import GroupState, Ledger, LedgerError
 
 
+def test_several_trainers_get_and_commit_the_same_batch_each_for_itself() -> None:
+    ledger = Ledger(("actor", "critic"))
+    ledger.admit("a", "p", 0)
+    ledger.run("a")
+    ledger.finish("a", 2, 0)
+    with pytest.raises(RolloutError, match="no trainer 'judge' was named to the executor, but actor, critic"):
+        ledger.check_deliverable(0, "judge")
+    ledger.deliver(0, ["a"], "actor")
+    with pytest.raises(RolloutError, match="rollout 0 was never delivered"):
+        ledger.commit(0, "critic")
+    with pytest.raises(RolloutError, match="rollout 0 was already delivered"):
+        ledger.check_deliverable(0, "actor")
+    assert ledger.commit(0, "actor") is None
+    for again in (lambda: ledger.check_deliverable(0, "actor"), lambda: ledger.commit(0, "actor")):
+        with pytest.raises(RolloutError, match="rollout 0 was already committed"):
+            again()
+    with pytest.raises(RolloutError, match="delivered and not committed"):
+        ledger.check_all_committed()
+    assert ledger.share(0, "critic") is False
+    trained = ledger.commit(0, "critic")
+    assert trained is not None and trained.group_ids == ("a",)
+    assert ledger.counts()[GroupState.TRAINED] == 1 and ledger.live == 0
+    for trainer in ("actor", "critic"):
+        with pytest.raises(RolloutError, match="rollout 0 was already committed"):
+            ledger.check_deliverable(0, trainer)
+
+
 class LedgerModel(RuleBasedStateMachine):
     """Any order of legal transitions keeps every group in exactly one place."""
 
@@ -56,7 +83,8 @@ class LedgerModel(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         rollout = data.draw(st.sampled_from(sorted(self.delivered)))
         groups = self.delivered.pop(rollout)
-        assert self.ledger.commit(rollout).group_ids == groups
+        trained = self.ledger.commit(rollout)
+        assert trained is not None and trained.group_ids == groups
         self.ended += groups
 
     @rule()

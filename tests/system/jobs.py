@@ -102,9 +102,8 @@ class StartedJob:
 
     def rank(self, number: int) -> psutil.Process:
         """A trainer rank under torchrun."""
-        [found] = [
-            p for p in self.members() if p.environ().get("RANK") == str(number) and "entrypoints" in p.cmdline()[2]
-        ]
+        ranks = [p for p in self.members() if p.environ().get("RANK") == str(number)]
+        [found] = [p for p in ranks if "/entrypoints/" in " ".join(p.cmdline()[1:3])]
         return found
 
     def kill_all(self) -> None:

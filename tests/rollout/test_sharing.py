@@ -1,0 +1,92 @@
+"""One executor for several trainers, and one router for several executors."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from asyncrl.errors import RolloutError
+from asyncrl.observability.events import EventLog
+from asyncrl.rollout.ledger import GroupState
+from tests.rollout.conftest import StartExecutor
+from tests.scripted.answers import Action, scripted_engine
+
+SHARED = {"rollout": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 8, "max_staleness": 2}}
+
+
+async def test_an_actor_and_its_critic_train_the_same_batches_each_at_its_own_pace(
+    start_executor: StartExecutor, events: EventLog
+) -> None:
+    trained: dict[str, list[tuple[str, ...]]] = {"actor": [], "critic": []}
+    async with scripted_engine() as engine, start_executor(engine, trainers=("actor", "critic"), **SHARED) as executor:
+        engine.version = "0.0"
+        executor.set_weight_version("0.0")
+        executor.generate_ahead(0, 3)
+
+        async def train(trainer: str) -> None:
+            for step in range(3):
+                batch = await executor.get(step, trainer)
+                trained[trainer].append(batch.group_ids)
+                await anyio.lowlevel.checkpoint()
+                await executor.commit(step, trainer)
+
+        async with anyio.create_task_group() as tasks:  # both ask for the first batch before it is there
+            tasks.start_soon(train, "actor")
+            tasks.start_soon(train, "critic")
+        assert trained["actor"] == trained["critic"] and len(set(trained["actor"])) == 3
+        with pytest.raises(RolloutError, match="rollout 2 was already committed"):
+            await executor.get(2, "critic")
+        groups = executor.statistics().groups
+        assert groups[GroupState.TRAINED] == 9 and sum(groups.values()) == 9
+    told = [event for event in events.recent if event["kind"] == "groups_trained"]
+    assert [event["rollout_id"] for event in told] == [0, 1, 2]
+
+
+async def test_a_batch_is_trained_and_may_be_saved_when_the_slowest_trainer_is_done(
+    start_executor: StartExecutor,
+) -> None:
+    async with scripted_engine() as engine, start_executor(engine, trainers=("actor", "critic"), **SHARED) as executor:
+        engine.version = "0.0"
+        executor.set_weight_version("0.0")
+        for step in range(2):
+            await executor.get(step, "actor")
+            await executor.commit(step, "actor")
+        with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
+            await executor.save()
+        for step in range(2):
+            assert (await executor.get(step, "critic")).rollout_id == step
+            await executor.commit(step, "critic")
+        assert await executor.save()
+
+
+async def test_whoever_gives_up_waiting_leaves_the_batch_to_the_others(start_executor: StartExecutor) -> None:
+    async with (
+        scripted_engine(lambda request, number: Action(fault="hang")) as engine,
+        start_executor(engine, trainers=("actor", "critic"), **SHARED) as executor,
+    ):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(executor.get, 0, "actor")
+            await engine.until(lambda e: len(e.requests) == 6)
+            tasks.cancel_scope.cancel()
+        engine.released.set()
+        batch = await executor.get(0, "critic")
+        assert (await executor.get(0, "actor")) is batch
+
+
+async def test_executors_that_share_a_router_never_use_the_same_ids_or_routing_keys(
+    start_executor: StartExecutor,
+) -> None:
+    sticky = {**SHARED, "router": {"sticky": "group"}}
+    async with (
+        scripted_engine() as engine,
+        start_executor(engine, **sticky) as one,
+        start_executor(engine, **sticky) as other,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(one.get, 0)
+        tasks.start_soon(other.get, 0)
+    ids = [request["rid"] for request in engine.requests]
+    assert len(ids) == len(set(ids)) == 12
+    assert not any(a != b and b.startswith(a) for a in ids for b in ids), "an engine aborts by prefix"
+    assert len(set(engine.routing_keys)) == 6, "three groups of each executor"
