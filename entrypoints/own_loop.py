@@ -1,8 +1,10 @@
-"""A loop of your own: best-of-n imitation instead of GRPO, in fifty lines over `asyncrl.components`.
+"""A loop of your own: best-of-n imitation instead of GRPO, in sixty lines over `asyncrl.components`.
 
     python entrypoints/own_loop.py @ entrypoints/recipes/demo.toml --train.num-steps 20
 
-Each step samples a batch, keeps the best answer of each prompt, and trains on those with cross entropy.
+Each step samples a batch, keeps the best answer of each prompt, and trains on those with cross entropy. With
+`--checkpoint.every 5 --run.if-exists resume` it goes on where it was, also after a kill: that is `resume` and
+`checkpoint`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,17 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asyncrl.components import Job, create_rollout_components, create_train_group, gather, publish, run_job, warm_up
+from asyncrl.components import (
+    Job,
+    checkpoint,
+    create_rollout_components,
+    create_train_group,
+    gather,
+    publish,
+    resume,
+    run_job,
+    warm_up,
+)
 
 if TYPE_CHECKING:  # torch comes with the components, once the engines are on their way
     from asyncrl.data.batch import RolloutBatch
@@ -31,16 +43,17 @@ async def imitate_the_best(job: Job) -> None:
         components = await create_rollout_components(job)
         controller, executor, num_rollout_per_epoch = components
         trainer = await create_train_group(job, components)
-        await trainer.init()
+        first = await trainer.init()
+        await resume(job, components, trainer, first)
         await warm_up(job, trainer)
         await controller.wait_ready()
         await publish(job, components, trainer)
     steps = job.config.train.num_steps
     if steps is None:
         steps = job.config.train.num_epochs * (num_rollout_per_epoch or 0)
-    job.record.start(steps)
-    for step in range(steps):
-        if job.stop.requested:
+    job.record.start(steps, first)
+    for step in range(first, steps):
+        if job.stop.requested and step == first:
             break
         with job.record.phase("generate"):
             batch = await gather(job, components, trainer, step)
@@ -50,9 +63,13 @@ async def imitate_the_best(job: Job) -> None:
                 await trainer.onload()
             metrics = await trainer.train_sft(only_the_best(batch), job.config.train.lr)
             await executor.commit(step)
+        last = job.stop.requested or step + 1 == steps
+        await checkpoint(job, components, trainer, step, last=last)
         with job.record.phase("publish"):
             publication = await publish(job, components, trainer, step)
         job.record.step(step + 1, executor.last_rollout, metrics, publication)
+        if last:
+            break
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ async def test_engines_on_the_trainers_gpus_cannot_generate_ahead(monkeypatch: p
         await run("train_async", monkeypatch, colocated=True)
 
 
-@pytest.mark.parametrize("entrypoint", ["train", "train_async"])
+@pytest.mark.parametrize("entrypoint", LOOPS)
 async def test_the_executor_resumes_before_weights_are_published_and_is_saved_before_the_trainer_leaves_its_gpus(
     entrypoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,8 @@
 torchrun's agent runs each rank in a session of its own and forwards its signal to all of them, waits 30 s, then
 SIGKILLs; a second Ctrl-C arrives as SIGTERM. When a rank dies, it SIGTERMs the others in the same way. So:
 
-- rank 0, at SIGINT, SIGTERM or SIGHUP: stop now. The driver's scope is cancelled; past the grace, leave by force.
+- rank 0, at SIGINT, SIGTERM or SIGHUP: stop now. The loop's scope is cancelled, what it wants kept gets half of the
+  grace, then all is disposed of; past the grace, leave by force.
 - rank 0, at a second one more than 0.5 s later: leave by force. The lifeline closes, and the host kills the rest.
 - rank 0, at SIGUSR1: graceful stop. The loop finishes its step and leaves. (One that comes before the loop is kept.)
 - rank 0, when the run is over, well or not: leave by force where disposal, summary or the interpreter's own end take
