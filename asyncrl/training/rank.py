@@ -41,6 +41,8 @@ class RankEnvironment:
     local_rank: int = 0
     local_world_size: int = 1
     master_address: str = "127.0.0.1"
+    restarts: int = 0
+    """How often the agent has started its ranks again."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
@@ -52,6 +54,7 @@ class RankEnvironment:
             local_rank=int(environ["LOCAL_RANK"]),
             local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
             master_address=environ["MASTER_ADDR"],
+            restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
     @property
@@ -68,14 +71,17 @@ class RankEnvironment:
 
 
 def rendezvous(environment: RankEnvironment, timeout_s: float) -> Store:
-    """The store in which the ranks of this attempt meet."""
+    """The store in which the ranks of this attempt meet.
+
+    The agent's own store outlives its ranks: those of the next attempt would find what the last ones left there.
+    """
     if environment.world_size == 1:
         return HashStore()
     timeout = timedelta(seconds=timeout_s)
     iterator = meet("env://", environment.rank, environment.world_size, timeout=timeout)
     store: Store = next(iterator)[0]
     store.set_timeout(timeout)
-    return store
+    return PrefixStore(f"asyncrl/attempt-{environment.restarts}", store)
 
 
 def announce_link(store: Store, address: LinkAddress) -> None:

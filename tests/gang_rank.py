@@ -1,0 +1,66 @@
+"""A rank of a whole job: everything is real but the engines, their router, and what the trainer computes.
+
+Under torchrun: `gang_rank.py @ recipe.toml`. Rank 1 kills itself in the fifth step of the first attempt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import asyncrl.driver
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.training import factory
+from tests.scripted import Latency, ScriptedEngine, ScriptedHost, ScriptedRouter
+from tests.training.worlds import SPECS, ScriptedTrainer
+
+ROOT = Path(__file__).parents[1]
+STEPS_BEFORE_DEATH = 4
+
+
+def die_in_the_fifth_step(steps: list[None] = []) -> None:  # noqa: B006 - counts the calls of this process
+    steps.append(None)
+    if len(steps) > STEPS_BEFORE_DEATH and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NamedTrainer(ScriptedTrainer):
+    """Its figures are named as those of a real trainer."""
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        return {f"train/{name}": value for name, value in super().train(batch).items()}
+
+
+@asynccontextmanager
+async def scripted_host(logs: Path, events: object) -> AsyncIterator[ScriptedHost]:
+    tensors = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in SPECS}
+    engines = {
+        f"engine-{i}": ScriptedEngine(tensors, latency=Latency(token_s=0.002, mean_tokens=6), vocab_size=64)
+        for i in range(2)
+    }
+    async with ScriptedHost(engines, ScriptedRouter()) as host:
+        yield host
+
+
+def main() -> int:
+    spec = importlib.util.spec_from_file_location("train_async", ROOT / "entrypoints" / "train_async.py")
+    assert spec is not None and spec.loader is not None
+    loop: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    asyncrl.driver.EngineHost = SimpleNamespace(start=scripted_host)  # type: ignore[assignment,misc]
+    factory.make_trainer = partial(NamedTrainer, faults={(1, "train"): die_in_the_fifth_step})  # type: ignore[assignment]
+    return asyncrl.driver.run_job(loop.train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
