@@ -1,11 +1,14 @@
-"""A rank that is killed: torchrun starts all of them again, and the job goes on from its last checkpoint."""
+"""Whole jobs over scripted engines: killed ranks come back from the last checkpoint, stopped jobs lose nothing."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,31 +50,66 @@ verify = "never"
 """
 
 
-@pytest.mark.timeout(180)
-def test_a_killed_rank_brings_the_gang_back_with_engines_that_hold_the_weights_of_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+ENVIRON = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+RANK = str(ROOT / "tests" / "gang_rank.py")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
     write_policy(tmp_path / "model", context_length=512, config={**CONFIG, "model_type": "qwen3"})
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i}+1=", "answer": "2"}) + "\n" for i in range(32))
-    )
-    (tmp_path / "recipe.toml").write_text(RECIPE.format(dir=tmp_path))
+    prompts = (json.dumps({"prompt": f"{i}+1=", "answer": "2"}) + "\n" for i in range(32))
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(dir=tmp_path))
+    return path
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_rank_brings_the_gang_back_with_engines_that_hold_the_weights_of_the_checkpoint(recipe: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = subprocess.run(
-        [sys.executable, *torchrun, str(ROOT / "tests" / "gang_rank.py"), "@", str(tmp_path / "recipe.toml")],
+        [sys.executable, *torchrun, RANK, "@", str(recipe)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=170,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=ENVIRON,
     )
     assert done.returncode == 0, done.stdout
 
-    told = Told(tmp_path / "run" / "events.jsonl")
+    events = recipe.parent / "run" / "events.jsonl"
+    told = Told(events)
     assert told.attempts == 2 and sorted(told.trained) == list(range(8))
     assert sorted(told.groups.elements()) == [f"{ordinal:08d}" for ordinal in range(32)]
-    second = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["attempt"] == 1]
+    second = [event for event in read_events(events) if event["attempt"] == 1]
     [resumed] = [event["step"] for event in second if event["kind"] == "trainer_resumed"]
     serving = [e["version"] for e in second if e["kind"] == "engine_state" and e["state"] == "serving"]
     assert resumed in (2, 4) and serving[:2] == [f"1.{resumed}"] * 2
     assert [e["step"] for e in second if e["kind"] == "step_finished"] == list(range(resumed + 1, 9))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)])
+def test_a_job_that_is_stopped_loses_no_step_and_is_taken_up_again(recipe: Path, signum: int, code: int) -> None:
+    """Responses take 0.4 s and steps no time, so the signal comes while the engines are at work."""
+    command = [sys.executable, RANK, "@", str(recipe), "--checkpoint.every", "1000", "--rollout.ignore_eos"]
+    command += ["--rollout.max_new_tokens", "200", "--train.num_steps"]
+    events = recipe.parent / "run" / "events.jsonl"
+
+    def steps() -> list[int]:
+        return [e["step"] for e in read_events(events) if e["kind"] == "step_finished"] if events.exists() else []
+
+    with subprocess.Popen([*command, "1000"], env=ENVIRON, stdout=subprocess.DEVNULL) as job:
+        while len(steps()) < 3:
+            assert job.poll() is None
+            time.sleep(0.05)
+        job.send_signal(signum)
+        assert job.wait(timeout=60) == code
+    saved = [e["step"] for e in read_events(events) if e["kind"] == "checkpoint_written"]
+    assert saved == [steps()[-1]], "of the last step, whatever checkpoint.every says"
+
+    resumed = subprocess.run([*command, str(saved[0] + 2), "--run.if_exists", "resume"], env=ENVIRON, check=False)
+    assert resumed.returncode == 0
+    told = Told(events)
+    assert told.rolled_back == 0 and sorted(told.trained) == list(range(saved[0] + 2))
+    assert told.groups == Counter(f"{ordinal:08d}" for ordinal in range(4 * (saved[0] + 2)))
