@@ -33,7 +33,8 @@ class RunConfig(Section):
     """Live table on a terminal, plain lines elsewhere."""
 
     stop_grace_s: float = Field(default=12.0, gt=0)
-    """Longest time to dispose after SIGINT or SIGTERM before everything is killed."""
+    """Longest time to end after SIGINT or SIGTERM before everything is killed. Up to half of it goes to a checkpoint of
+    what was trained since the last one (where `checkpoint.every` keeps any), the rest to disposal."""
 
     @field_validator("host")
     @classmethod
