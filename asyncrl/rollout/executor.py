@@ -107,9 +107,10 @@ class RolloutExecutor:
         tokenizer: PolicyTokenizer,
         log_dir: Path,
         trainers: Sequence[str] = (TRAINER,),
+        name: str = "",
     ) -> None:
         """`host` runs the reward workers (None where there are none); their logs go to `log_dir`. All of `trainers`
-        train on every batch.
+        train on every batch. `name` tells the processes of several executors of one job apart.
 
         Raises ConfigError for sampling that cannot work with this model.
         """
@@ -119,6 +120,7 @@ class RolloutExecutor:
         self._events = events
         self._tokenizer = tokenizer
         self._log_dir = log_dir
+        self._name = name
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
         self._ledger = Ledger(trainers)
@@ -154,7 +156,7 @@ class RolloutExecutor:
         config, rollout = self._config, self._config.rollout
         reward = await _in_thread(lambda: resolve_reward(config.reward.function, config.reward.args))
         filters = await _in_thread(lambda: Filters(rollout.filters))
-        scorer = Scorer(reward, config.reward, host=self._host, log_dir=self._log_dir)
+        scorer = Scorer(reward, config.reward, host=self._host, log_dir=self._log_dir, name=self._name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
         prompts = await _in_thread(lambda: self._load(config.data, self._sampling, "data"))

@@ -53,6 +53,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
         *,
         host: ProcessHost | None = None,
         trainers: tuple[str, ...] = (TRAINER,),
+        name: str = "",
         **sections: dict[str, Any],
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
@@ -71,6 +72,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
                 tokenizer=tokenizer,
                 log_dir=tmp_path,
                 trainers=trainers,
+                name=name,
             )
             try:
                 await executor.start(task_group)

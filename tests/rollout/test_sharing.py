@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import anyio
 import anyio.lowlevel
 import pytest
 
 from asyncrl.errors import RolloutError
+from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
@@ -90,3 +94,18 @@ async def test_executors_that_share_a_router_never_use_the_same_ids_or_routing_k
     assert len(ids) == len(set(ids)) == 12
     assert not any(a != b and b.startswith(a) for a in ids for b in ids), "an engine aborts by prefix"
     assert len(set(engine.routing_keys)) == 6, "three groups of each executor"
+
+
+async def test_executors_of_one_job_have_reward_workers_of_their_own(
+    start_executor: StartExecutor, tmp_path: Path
+) -> None:
+    workers = {**SHARED, "reward": {"function": "tests.rollout.reward_functions:good", "workers": 1}}
+    async with (
+        EngineHost.start(tmp_path) as host,
+        scripted_engine() as engine,
+        start_executor(engine, host=host, name="one", **workers) as one,
+        start_executor(engine, host=host, name="other", **workers) as other,
+    ):
+        await one.get(0)
+        await other.get(0)
+    assert {"one-reward-worker-0.log", "other-reward-worker-0.log"} <= set(os.listdir(tmp_path))

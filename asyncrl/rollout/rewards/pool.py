@@ -69,13 +69,22 @@ class WorkerPool:
     """`size` workers for one function; `start` it in a task group, `aclose` it."""
 
     def __init__(
-        self, host: ProcessHost, function: RewardFunction, *, size: int, timeout_s: float, log_dir: Path
+        self,
+        host: ProcessHost,
+        function: RewardFunction,
+        *,
+        size: int,
+        timeout_s: float,
+        log_dir: Path,
+        name: str = "",
     ) -> None:
+        """`name` tells the workers of several pools of one host apart."""
         self._host = host
         self._function = function
         self._size = size
         self._timeout_s = timeout_s
         self._log_dir = log_dir
+        self._prefix = f"{name}-" if name else ""
         self._send, self._receive = anyio.create_memory_object_stream[_Request](max_buffer_size=1 << 20)
         self._scope = anyio.CancelScope()
         self._ended: anyio.Event | None = None
@@ -132,7 +141,7 @@ class WorkerPool:
         generation = 0
         failed_starts = 0
         while True:
-            name = f"reward-worker-{index}.{generation}"
+            name = f"{self._prefix}reward-worker-{index}.{generation}"
             try:
                 async with self._worker(name) as connection:
                     if generation == 0:

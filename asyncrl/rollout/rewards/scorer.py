@@ -25,9 +25,12 @@ class Scorer:
     """Scores samples with the configured function."""
 
     def __init__(
-        self, function: RewardFunction, config: RewardConfig, *, host: ProcessHost | None, log_dir: Path
+        self, function: RewardFunction, config: RewardConfig, *, host: ProcessHost | None, log_dir: Path, name: str = ""
     ) -> None:
-        """Raises RewardError when `function` needs a worker and there is no `host` to run it."""
+        """The names of its processes begin with `name`.
+
+        Raises RewardError when `function` needs a worker and there is no `host` to run it.
+        """
         self._function = function
         self._timeout_s = config.timeout_s
         self.failures: Counter[str] = Counter()
@@ -39,7 +42,9 @@ class Scorer:
                     f"reward.workers = {config.workers} needs a process host; "
                     f"set reward.workers = 0 to run {function.name} in this process"
                 )
-            self._pool = WorkerPool(host, function, size=config.workers, timeout_s=config.timeout_s, log_dir=log_dir)
+            self._pool = WorkerPool(
+                host, function, size=config.workers, timeout_s=config.timeout_s, log_dir=log_dir, name=name
+            )
 
     async def start(self, task_group: TaskGroup) -> None:
         """Starts the workers, where there are any; they live in `task_group` until `aclose`."""
