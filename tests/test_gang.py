@@ -42,6 +42,7 @@ args.target = 8
 num_steps = 8
 [checkpoint]
 every = 2
+resume = "never"
 [engine]
 num_engines = 2
 [weights]
@@ -93,7 +94,7 @@ def test_a_killed_rank_brings_the_gang_back_with_engines_that_hold_the_weights_o
 def test_a_job_that_is_stopped_loses_no_step_and_is_taken_up_again(recipe: Path, signum: int, code: int) -> None:
     """Responses take 0.4 s and steps no time, so the signal comes while the engines are at work."""
     command = [sys.executable, RANK, "@", str(recipe), "--checkpoint.every", "1000", "--rollout.ignore_eos"]
-    command += ["--rollout.max_new_tokens", "200", "--train.num_steps"]
+    command += ["--rollout.max_new_tokens", "200", "--checkpoint.resume", "auto", "--train.num_steps"]
     events = recipe.parent / "run" / "events.jsonl"
 
     def steps() -> list[int]:

@@ -24,7 +24,8 @@ class CheckpointConfig(Section):
 
     resume: Literal["auto", "never"] | Path = "auto"
     """Where training begins: auto is the newest intact checkpoint of the run directory, where there is one; never is
-    the model; a path is one checkpoint directory, for a run that has none of its own yet."""
+    the model; a path is one checkpoint directory, for a run that has none of its own yet. A gang that torchrun starts
+    again (--max-restarts) goes on from what it wrote itself, whatever stands here."""
 
     timeout_s: float = Field(default=1800.0, gt=0)
     """Writing beside the training for longer than this is a warning that says who is slow."""

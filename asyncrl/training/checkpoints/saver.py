@@ -30,6 +30,7 @@ from asyncrl.config import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
+from asyncrl.run_directory import Gang
 from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
 from asyncrl.training.layout import RankLayout
@@ -87,9 +88,11 @@ class CheckpointSaver:
 
     async def resume(self) -> SavedCheckpoint | None:
         """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""
-        where = self._settings.resume
+        where, began = self._settings.resume, self._events.attempt - Gang.detect().restarts
         try:
-            return await self._on_disk("checkpoints", lambda: resume_from(self._root, where, self._layout))
+            return await self._on_disk(
+                "checkpoints", lambda: resume_from(self._root, where, self._layout, first_attempt=began)
+            )
         except TimeoutError as error:
             raise CheckpointError(
                 f"{self._root}: {error}; the disk hangs, or checkpoint.timeout_s is too short"

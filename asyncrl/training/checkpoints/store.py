@@ -72,12 +72,15 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self._root / f"step-{step:06d}"
 
-    def newest(self) -> SavedCheckpoint | None:
+    def newest(self, since: int | None = None) -> SavedCheckpoint | None:
         """The intact checkpoint that was written last; None where there is no checkpoint at all.
 
-        Raises CheckpointError where there are some and none is intact: to begin anew would be to lose what was trained.
+        With `since`, of those that this attempt of the job and later ones wrote. Raises CheckpointError where there are
+        some and none is intact: to begin anew would be to lose what was trained.
         """
         found, refused = self._survey()
+        if since is not None:
+            found, refused = [(path, m) for path, m in found if m.attempt >= since], []
         newest = None
         while found and newest is None:
             try:
@@ -217,18 +220,19 @@ def read_manifest(path: Path) -> Manifest:
     return decode_manifest(text, path / MANIFEST)
 
 
-def resume_from(root: Path, resume: Path | str, layout: SavedLayout) -> SavedCheckpoint | None:
+def resume_from(
+    root: Path, resume: Path | str, layout: SavedLayout, *, first_attempt: int = 0
+) -> SavedCheckpoint | None:
     """The checkpoint that a job begins from, as `checkpoint.resume` asks for; None begins from the model.
 
     A run that has checkpoints of its own goes on from these, also where a path was given: that is where it once began.
+    Likewise a gang that was told `never` and is restarted: from what it wrote itself, since its `first_attempt`.
 
     Raises CheckpointError: it is damaged, or of another layout.
     """
     store = CheckpointStore(root)
     store.tidy()
-    if resume == "never":
-        return None
-    found = store.newest()
+    found = store.newest(first_attempt if resume == "never" else None)
     if found is None and isinstance(resume, Path):
         found = read_checkpoint(resume)
     if found is not None:

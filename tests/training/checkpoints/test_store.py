@@ -30,7 +30,9 @@ LAYOUT = SavedLayout(1, 1)
 SHARD = "trainer/rank-00000-of-00001.safetensors"
 
 
-def save(root: Path, step: int, *, number: int = 1, layout: SavedLayout = LAYOUT, size: int = 10) -> Path:
+def save(
+    root: Path, step: int, *, number: int = 1, layout: SavedLayout = LAYOUT, size: int = 10, attempt: int = 0
+) -> Path:
     store = CheckpointStore(root)
     staging = store.staging(step, number)
     staging.mkdir(parents=True)
@@ -40,7 +42,7 @@ def save(root: Path, step: int, *, number: int = 1, layout: SavedLayout = LAYOUT
         staging,
         files,
         step=step,
-        attempt=0,
+        attempt=attempt,
         layout=layout,
         tensors={"weight": SavedTensor("float32", (size,))},
         extra={"ledger.json": b"ledger of %d" % step},
@@ -123,7 +125,7 @@ def test_where_no_checkpoint_is_intact_nothing_begins_anew_by_itself(tmp_path: P
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact: .*step-000006.*step-000003") as refused:
         resume_from(tmp_path, "auto", LAYOUT)
     assert "checkpoint.resume = never" in str(refused.value)
-    assert resume_from(tmp_path, "never", LAYOUT) is None
+    assert resume_from(tmp_path, "never", LAYOUT, first_attempt=1) is None
 
 
 def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
@@ -180,6 +182,16 @@ def test_a_path_is_where_a_run_without_checkpoints_of_its_own_begins(tmp_path: P
     assert restarted is not None and restarted.step == 12
     with pytest.raises(CheckpointError, match="nowhere is no complete checkpoint: there is no such directory"):
         resume_from(tmp_path / "fresh", tmp_path / "nowhere", LAYOUT)
+
+
+def test_a_restarted_gang_that_was_to_begin_anew_goes_on_from_what_it_wrote_itself(tmp_path: Path) -> None:
+    save(tmp_path, 6)  # of an earlier job: attempt 0
+    assert resume_from(tmp_path, "never", LAYOUT, first_attempt=1) is None
+    save(tmp_path, 3, attempt=1)
+    found = resume_from(tmp_path, "never", LAYOUT, first_attempt=1)
+    assert found is not None and found.step == 3
+    _flip(found.path)
+    assert resume_from(tmp_path, "never", LAYOUT, first_attempt=1) is None
 
 
 def test_old_checkpoints_are_removed_and_damaged_ones_are_not_counted(tmp_path: Path) -> None:
