@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.fleet import FleetView
 from asyncrl.data.saved_batch import load_batch, saved_rollouts
 from asyncrl.debugging.comparison import StepComparison, compare_logprobs, compare_metrics, verdict
 from asyncrl.errors import DataError, EngineError, RolloutError
@@ -34,6 +35,12 @@ class NoEngines:
     """Stands in for the InferenceController."""
 
     async def wait_ready(self) -> None: ...
+
+    def fleet(self) -> FleetView:
+        return FleetView(router_url="", published_version=None, engines=())
+
+    async def wait_publication_needed(self) -> None:
+        await anyio.sleep_forever()
 
     async def prepare_rollout(self, rollout_id: int) -> None: ...
 
