@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from asyncrl.rollout.metrics import RolloutMetrics
 from tests.training.worlds import make_batch
 
 pytestmark = pytest.mark.anyio
-METRICS = RolloutMetrics(7, 0, 1, 2, *[0] * 7, *[0.5] * 3, *[1.0] * 2, 3, *[0.0] * 3, 0.0, 0, 5, 1.0, 5.0)  # type: ignore[arg-type]
+NUMBERS: dict[str, Any] = {f.name: "" if f.name == "failure" else 1 for f in fields(RolloutMetrics)}
+METRICS = RolloutMetrics(**NUMBERS | {"rollout_id": 7, "reward_mean": 0.5})
 
 
 async def test_batches_come_as_they_were_saved_and_the_loop_ends_with_the_last(tmp_path: Path) -> None:
