@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile
 export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
-.PHONY: demo test test-fast test-long quick-fleet quick-trainer quick-ends quick-rest system-engines system-jobs lint types install clean
+.PHONY: demo test test-fast test-long quick-fleet quick-trainer quick-ends quick-rest system-fleet system-jobs lint types install clean
 
 install: $(STAMP)
 
@@ -31,14 +31,15 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Half of their time tests wait, so parts run side by side: what needs no engine in four, then real engines beside whole jobs.
-PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider
+PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := $(PYTEST) -m "not long and not system"
 SYSTEM  := $(PYTEST) -m "system and not long"
 PARTS   := quick-fleet quick-trainer quick-ends quick-rest
 FLEET   := tests/inference
 TRAINER := tests/training/megatron tests/weights tests/host
 ENDS    := tests/training tests/exit_protocol tests/test_driver.py tests/test_resume.py
-ENGINES := $(addprefix tests/system/test_,agreement.py fleet.py ports.py publication.py router.py update_under_load.py)
+SYSTEM_FLEET := $(addprefix tests/system/test_,agreement.py async.py bad_input.py fleet.py gang.py in_place.py ports.py publication.py \
+           router.py update_under_load.py)
 
 quick-fleet: $(STAMP)
 	$(QUICK) $(FLEET)
@@ -52,17 +53,17 @@ quick-ends: $(STAMP)
 quick-rest: $(STAMP)
 	$(QUICK) $(addprefix --ignore=,$(FLEET) $(TRAINER) $(ENDS)) tests
 
-system-engines: $(STAMP)
-	$(SYSTEM) $(ENGINES)
+system-fleet: $(STAMP)
+	$(SYSTEM) $(SYSTEM_FLEET)
 
 system-jobs: $(STAMP)
-	$(SYSTEM) $(addprefix --ignore=,$(ENGINES)) tests
+	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_FLEET)) tests
 
 test-fast: lint types
 	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(PARTS)
 
 test: test-fast
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target system-engines system-jobs
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target system-fleet system-jobs
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=7300

@@ -20,8 +20,8 @@ from tests.scripted import freeze, hang, instead
 pytestmark = pytest.mark.anyio
 
 GB = 10**9
-SLACK_S = 15.0
-"""For what really takes time, which seems longer by the clock: 1.9 s on a machine that does much else."""
+SLACK_S = 40.0
+"""For what really takes time, which seems longer by the clock: 5 s on a machine that does much else."""
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ async def test_a_router_that_dies_in_a_long_transfer_costs_no_engine_and_knows_t
         for engine in fleet.engines:
             engine.suspend()
         await fleet.host.kill("router")
-        await eventually(lambda: fleet.router.lives == 2, 30)
+        await eventually(lambda: fleet.router.lives == 2, 120)
         await anyio.sleep(70.0 if outcome == "committed" else 15.0)  # longer than a router is given to take an engine
         assert fleet.states() == ["updating", "updating"]
         for engine in fleet.engines:
@@ -117,7 +117,7 @@ async def test_a_router_that_dies_in_a_long_transfer_costs_no_engine_and_knows_t
         else:
             await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
         version = "0.1" if outcome == "committed" else "0.0"
-        await eventually(lambda: serves(fleet, 0, version) and serves(fleet, 1, version), 60)
+        await eventually(lambda: serves(fleet, 0, version) and serves(fleet, 1, version), 240)
         assert [engine.lives for engine in fleet.engines] == [1, 1]
         assert_nothing_paused_or_torn(fleet)
     assert fleet.failures == []
@@ -131,8 +131,8 @@ async def test_an_engine_that_serves_and_that_a_new_router_does_not_take_is_star
         fleet.controller.health_monitoring_pause()
         fleet.engines[1].suspend()
         await fleet.host.kill("router")
-        await eventually(lambda: fleet.states()[1] in ("quarantined", "starting", "pending_weights"), 90)
-        await eventually(lambda: fleet.engines[1].lives == 2, 30)
+        await eventually(lambda: fleet.states()[1] in ("quarantined", "starting", "pending_weights"), 240)
+        await eventually(lambda: fleet.engines[1].lives == 2, 120)
         assert fleet.router.workers == [fleet.engines[0].url]
 
 

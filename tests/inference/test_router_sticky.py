@@ -56,6 +56,11 @@ def client_of(
     )
 
 
+def without_nonce(key: str) -> str:
+    """The group or sample that a routing key stands for, whichever client sent it."""
+    return key.partition("-")[2]
+
+
 async def place(router: RealRouter, engines: Iterable[StandIn], keys: Iterable[str]) -> dict[str, StandIn]:
     """Which engine each key meets."""
     met: dict[str, StandIn] = {}
@@ -109,7 +114,7 @@ async def test_the_samples_of_a_group_share_an_engine_and_so_do_the_attempts_of_
                     task_group.start_soon(client.generate, f"{group}.{index:03d}", PROMPT, SAMPLING)
         for engine in engines:
             assert all(engine.keys.count(key) == 4 for key in engine.keys)
-        assert {key for engine in engines for key in engine.keys} == set(GROUPS)
+        assert {without_nonce(key) for engine in engines for key in engine.keys} == set(GROUPS)
         assert all(engine.keys for engine in engines)
 
 
@@ -124,8 +129,8 @@ async def test_a_sample_whose_engine_left_goes_on_elsewhere(tmp_path: Path, pack
             await client.generate("00000000.000", PROMPT, SAMPLING)
             await router.client.remove(home.url)
             await client.generate("00000000.000", PROMPT, SAMPLING)
-        assert home.keys == ["00000000.000"] * 2
-        assert other.keys == ["00000000.000"]
+        assert [without_nonce(key) for key in home.keys] == ["00000000.000"] * 2
+        assert other.keys == home.keys[:1]
         assert failures == []
 
 

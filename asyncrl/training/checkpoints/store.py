@@ -76,7 +76,7 @@ class CheckpointStore:
         """The intact checkpoint that was written last; None where there is no checkpoint at all.
 
         With `since`, of those that this attempt of the job and later ones wrote. Raises CheckpointError where there are
-        some and none is intact: to begin anew would be to lose what was trained.
+        some and none is intact, but for a job that was told to begin anew: to do so would be to lose what was trained.
         """
         found, refused = self._survey()
         if since is not None:
@@ -87,7 +87,7 @@ class CheckpointStore:
                 newest = read_checkpoint(found.pop()[0])
             except CheckpointError as error:
                 refused.append(str(error))
-        if newest is None and refused:
+        if newest is None and refused and since is None:
             raise CheckpointError(
                 f"no checkpoint in {self._root} is intact: {'; '.join(refused)}. Begin anew with checkpoint.resume = "
                 "never, or move them away and name another one"
