@@ -36,7 +36,7 @@ async def test_an_abandoned_spawn_leaves_no_process(host: EngineHost, tree: Tree
                 await anyio.wait_all_tasks_blocked()
                 scope.cancel()
         try:  # it ended before it had started, or was killed
-            await host.wait("engine-0", timeout_s=10)
+            await host.wait("engine-0", timeout_s=30)  # a guardian has 10 s to kill its tree
         except EngineError:
             continue
     await host.spawn(ProcessSpec("engine-0", ("true",)))
