@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile
 export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
-.PHONY: demo test test-fast test-long quick-fleet quick-trainer quick-ends quick-rest system-fleet system-jobs lint types install clean
+.PHONY: demo test test-fast test-long quick-fleet quick-trainer quick-ends quick-rest system-fleet system-jobs system-alone lint types install clean
 
 install: $(STAMP)
 
@@ -30,16 +30,19 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Half of their time tests wait, so parts run side by side: what needs no engine in four, then real engines beside whole jobs.
+# Parts run two at a time, one for each core: what needs no engine, then real engines beside whole jobs; at last, alone,
+# what must happen within seconds.
 PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := $(PYTEST) -m "not long and not system"
 SYSTEM  := $(PYTEST) -m "system and not long"
 PARTS   := quick-fleet quick-trainer quick-ends quick-rest
-FLEET   := tests/inference
-TRAINER := tests/training/megatron tests/weights tests/host
+ROUTERS := $(addprefix tests/inference/test_,memory.py router.py router_sticky.py stopping.py)
+FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
+TRAINER := tests/training/megatron tests/weights tests/host $(ROUTERS)
 ENDS    := tests/training tests/exit_protocol tests/test_driver.py tests/test_resume.py
 SYSTEM_FLEET := $(addprefix tests/system/test_,agreement.py async.py bad_input.py fleet.py gang.py in_place.py ports.py publication.py \
            router.py update_under_load.py)
+SYSTEM_ALONE := tests/system/test_exit.py tests/system/test_recovery.py
 
 quick-fleet: $(STAMP)
 	$(QUICK) $(FLEET)
@@ -51,19 +54,23 @@ quick-ends: $(STAMP)
 	$(QUICK) --ignore=tests/training/megatron $(ENDS)
 
 quick-rest: $(STAMP)
-	$(QUICK) $(addprefix --ignore=,$(FLEET) $(TRAINER) $(ENDS)) tests
+	$(QUICK) $(addprefix --ignore=,tests/inference $(TRAINER) $(ENDS)) tests
 
 system-fleet: $(STAMP)
 	$(SYSTEM) $(SYSTEM_FLEET)
 
 system-jobs: $(STAMP)
-	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_FLEET)) tests
+	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_FLEET) $(SYSTEM_ALONE)) tests
+
+system-alone: $(STAMP)
+	$(SYSTEM) $(SYSTEM_ALONE)
 
 test-fast: lint types
-	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(PARTS)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(PARTS)
 
 test: test-fast
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target system-fleet system-jobs
+	$(MAKE) --no-print-directory system-alone
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=7300

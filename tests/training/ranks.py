@@ -4,9 +4,11 @@ arguments are sent by value."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -54,7 +56,7 @@ def run_ranks(
     """
     server = fork_server()
     work = cloudpickle.dumps((function, arguments))
-    port = _free_port()
+    port = meeting_port()
     readers, processes = [], []
     for rank in range(world_size):
         reader, writer = server.Pipe(duplex=False)
@@ -119,8 +121,10 @@ def _rank_main(writer: Connection, layout: RankLayout, port: int, work: bytes) -
     writer.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def meeting_port() -> int:
+    """A free port where no client of this machine nor server of a job is put: other tests run beside these."""
+    while True:
+        port = random.randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

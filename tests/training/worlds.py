@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from asyncrl.training.layout import RankLayout
 from asyncrl.training.rank import serve_rank
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.buckets import TensorSpec
-from tests.training.ranks import fork_server
+from tests.training.ranks import fork_server, meeting_port
 
 Fault = Callable[[], None]
 Faults = Mapping[tuple[int, str], Fault]
@@ -177,7 +176,7 @@ def run_world(
     scripted = partial(ScriptedTrainer, faults=faults or {}, on_init=on_init)
     work = cloudpickle.dumps((parsed, make_trainer or scripted, scenario))
     reader, writer = server.Pipe(duplex=False)
-    port = _free_port()
+    port = meeting_port()
     processes = [
         server.Process(target=_rank_main, args=(rank, world_size, port, work, writer), daemon=True)
         for rank in range(world_size)
@@ -243,10 +242,3 @@ async def _drive(config: Config, make_trainer: TrainerFactory, scenario: Scenari
             return await scenario(group, events)
         finally:
             await group.dispose()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
