@@ -76,6 +76,7 @@ def test_a_job_with_one_engine_survives_its_death(tmp_path: Path, tiny_models: t
     assert back and back[0]["version"] is not None
 
 
+@pytest.mark.long
 def test_a_job_that_keeps_no_copy_of_its_weights_publishes_them_again_when_its_engine_dies(
     tmp_path: Path, tiny_models: tuple[Path, Path]
 ) -> None:

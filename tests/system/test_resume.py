@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "kills_real.json"
 START_S = 200.0
 
 
+@pytest.mark.long
 def test_a_killed_rank_brings_the_gang_back_with_the_weights_of_the_last_checkpoint(
     tmp_path: Path, tiny_models: tuple[Path, Path]
 ) -> None:
