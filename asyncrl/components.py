@@ -29,6 +29,7 @@ from asyncrl.phases import (
     publish,
     require_own_engines,
     resume,
+    trainers_turn,
     warm_up,
 )
 
@@ -182,5 +183,6 @@ __all__ = [
     "require_own_engines",
     "resume",
     "run_job",
+    "trainers_turn",
     "warm_up",
 ]

@@ -5,7 +5,8 @@ Invariants
 - While engines generate, weights that all of them lost are published again where no copy is left to load: the trainer
   has them, and is idle then. The version says which they are, so it is the same again where they are the same.
 - Where engines share the trainer's GPUs, weights are exported while the trainer's are on the device, and only then
-  leave it; the rest of the trainer leaves before the engines' weights come back.
+  leave it; the rest of the trainer leaves before the engines' weights come back. The trainer's turn is a pause of the
+  engines, and the executor hears of it: groups that no batch took yet wait in them meanwhile.
 """
 
 from __future__ import annotations
@@ -121,6 +122,17 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
     job.record.note(f"warm-up: {config.steps} supervised steps, loss {metrics['train/loss']:.3f}")
 
 
+async def trainers_turn(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
+    """Where engines share the trainer's GPUs: they leave them, and the trainer comes back to train. `publish` ends it.
+
+    Raises EngineError for engines that do not give up their memory.
+    """
+    if job.layout.colocated:
+        components.rollout_executor.engines_paused()
+        await components.inference_controller.offload()
+        await trainer.onload()
+
+
 async def make_room(job: Job, controller: InferenceController) -> None:
     """Where engines share the trainer's GPUs: they give memory up before the trainer is built there.
 
@@ -164,7 +176,7 @@ async def publish(
         await trainer.offload()
         await controller.onload()
         await controller.wait_updatable()
-        await _change_places(job, controller, trainer)
+        await _change_places(job, components, trainer)
         publication = await update(components, trainer, rollout_id)
     if job.layout.colocated and publication is not None:
         executor.set_weight_version(publication.version)  # engines have all of their memory back only now
@@ -190,19 +202,24 @@ async def _update_in_turn(
     components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None
 ) -> PublicationReport | None:
     """From the trainer's turn on shared GPUs to that of the engines."""
-    controller = components.inference_controller
+    controller, executor, _ = components
     await trainer.offload(keep_weights=True)
     await controller.onload_weights()
     async with _requests_held(components):
         publication = await trainer.update_weights(rollout_id)
-    await trainer.offload()
-    await controller.onload_kv()
+    executor.engines_paused()  # the update was one, and has ended; engines go on with the last of their memory
+    try:
+        await trainer.offload()
+        await controller.onload_kv()
+    finally:
+        executor.engines_resumed()
     return publication
 
 
-async def _change_places(job: Job, controller: InferenceController, trainer: TrainGroup) -> None:
-    """From the engines' turn on shared GPUs to that of the trainer."""
-    await make_room(job, controller)
+async def _change_places(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
+    """From the engines' turn on shared GPUs to that of the trainer, whoever of them lives."""
+    components.rollout_executor.engines_paused()
+    await make_room(job, components.inference_controller)
     await trainer.onload()
 
 
@@ -274,7 +291,7 @@ async def _with_weights(
             job.record.note("no engine holds the weights any more, and no copy was kept: they are published again")
             try:
                 if job.layout.colocated:
-                    await _change_places(job, controller, trainer)
+                    await _change_places(job, components, trainer)
                 await publish(job, components, trainer, step - 1)
             except AsyncRLError as error:
                 errors.append(error)

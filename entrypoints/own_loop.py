@@ -22,6 +22,7 @@ from asyncrl.components import (
     publish,
     resume,
     run_job,
+    trainers_turn,
     warm_up,
 )
 
@@ -58,9 +59,7 @@ async def imitate_the_best(job: Job) -> None:
         with job.record.phase("generate"):
             batch = await gather(job, components, trainer, step)
         with job.record.phase("train"):
-            if job.layout.colocated:  # trainer and engines take turns on the same GPUs
-                await controller.offload()
-                await trainer.onload()
+            await trainers_turn(job, components, trainer)  # where they share GPUs
             metrics = await trainer.train_sft(only_the_best(batch), job.config.train.lr)
             await executor.commit(step)
         last = job.stop.requested or step + 1 == steps

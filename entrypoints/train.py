@@ -20,6 +20,7 @@ from asyncrl.components import (
     publish,
     resume,
     run_job,
+    trainers_turn,
     warm_up,
 )
 
@@ -54,9 +55,7 @@ async def train(job: Job) -> None:
             batch = await gather(job, components, trainer, rollout_id)
 
         with record.phase("train"):
-            if job.layout.colocated:  # trainer and engines take turns on the same GPUs
-                await controller.offload()
-                await trainer.onload()
+            await trainers_turn(job, components, trainer)  # where they share GPUs
             metrics = await trainer.train(rollout_id, batch)
             await executor.commit(rollout_id)
         last = job.stop.requested or rollout_id + 1 == num_steps

@@ -42,7 +42,7 @@ class Noted:
         async def never() -> None:
             await anyio.sleep_forever()
 
-        return {"generate_ahead": note, "wait_publication_needed": never}.get(name, call)
+        return {"generate_ahead": note, "engines_paused": note, "wait_publication_needed": never}.get(name, call)
 
 
 async def run(
@@ -119,8 +119,8 @@ async def test_engines_leave_their_gpus_before_the_trainer_comes_back(
     entrypoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = await run(entrypoint, monkeypatch, colocated=True, train={"num_steps": 1})
-    assert calls[:4] == ["prepare_rollout 0", "get 0", "offload", "onload"] and "train" in calls[4]
-    rest = [call for call in calls[5:] if not call.startswith("checkpoint")]
+    assert calls[:5] == ["prepare_rollout 0", "get 0", "engines_paused", "offload", "onload"] and "train" in calls[5]
+    rest = [call for call in calls[6:] if not call.startswith("checkpoint")]
     assert rest[:2] == ["commit 0", "publish 0"]
 
 

@@ -16,7 +16,7 @@ from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.debug import DebugConfig
 from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
-from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, warm_up
+from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, trainers_turn, warm_up
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.events import GroupsTrained
 from asyncrl.training.checkpoints.saver import Written
@@ -51,6 +51,7 @@ class Noted:
             await anyio.sleep_forever()
 
         plain = {"set_weight_version": note, "set_eval_fleet": note, "updating": around}
+        plain |= {"engines_paused": note, "engines_resumed": note}
         return (plain | {"wait_publication_needed": never, "fleet": lambda: SimpleNamespace(serves=True)}).get(
             method, call
         )
@@ -78,12 +79,30 @@ async def test_weights_are_published_while_the_trainer_holds_them(colocated: boo
     assert await publish(a_job(colocated), parts, trainer, 3) is report
     around = (
         ["trainer.offload keep_weights", "engines.onload_weights"],
-        ["trainer.offload", "engines.onload_kv"],
+        ["executor.engines_paused", "trainer.offload", "engines.onload_kv", "executor.engines_resumed"],
     )
     before, after = around if colocated else ([], [])
     told, end = "executor.set_weight_version 0.4", "executor.updating ended"
     update = ["executor.updating", "trainer.update_weights 3"]
     assert calls == [*before, *update, *([end, *after, told] if colocated else [told, end])]
+
+
+async def test_the_trainers_turn_on_shared_gpus_is_a_pause_of_the_engines() -> None:
+    calls: list[str] = []
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls), None)  # type: ignore[arg-type]
+    await trainers_turn(a_job(False), parts, Noted("trainer", calls))  # type: ignore[arg-type]
+    assert calls == []
+    await trainers_turn(a_job(True), parts, Noted("trainer", calls))  # type: ignore[arg-type]
+    assert calls == ["executor.engines_paused", "engines.offload", "trainer.onload"]
+
+
+async def test_a_pause_of_engines_on_shared_gpus_ends_also_where_they_do_not_come_back() -> None:
+    calls: list[str] = []
+    engines: Any = Noted("engines", calls, onload_kv=EngineError("engine-0: gone"))
+    parts = RolloutComponents(engines, Noted("executor", calls), None)  # type: ignore[arg-type]
+    with pytest.raises(EngineError):
+        await publish(a_job(True), parts, Noted("trainer", calls), 3)  # type: ignore[arg-type]
+    assert calls[-1] == "executor.engines_resumed"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,10 @@ class Executor:
     def set_weight_version(self, version: str) -> None:
         self.versions.append(version)
 
+    def engines_paused(self) -> None: ...
+
+    def engines_resumed(self) -> None: ...
+
 
 class Played:
     def __init__(self, rig: Rig, shares: bool) -> None:

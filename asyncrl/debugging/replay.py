@@ -105,6 +105,10 @@ class SavedRollouts:
     def updating(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
+    def engines_paused(self) -> None: ...
+
+    def engines_resumed(self) -> None: ...
+
     def get_num_rollout_per_epoch(self) -> int:
         return len(self._ids)
 

@@ -6,7 +6,8 @@ again. Neither yields a token; requests then grow stale in a queue, and deadline
 
 Invariants
 - The limit stays within [least, most], whatever engines say.
-- It falls only while some engine is overloaded, and rises only while it holds requests back.
+- It falls only while some engine is overloaded, and rises only while it holds requests back; not at all while more is
+  in flight than it allows. Lowering it ends nothing: a look before that has taken effect sees the same overload again.
 - Figures of engines that are paused, or were a moment ago, count for nothing: an update of the weights queues all.
 """
 
@@ -45,14 +46,15 @@ class ConcurrencyPolicy:
 
     def after(self, limit: int, in_flight: int, loads: Sequence[EngineLoad]) -> tuple[int, str | None]:
         """The new limit, and what is overloaded where it is lowered for that. `in_flight`: requests as of now."""
+        if in_flight > limit:
+            return limit, None
         reason = next((reason for load in loads if (reason := self.overload(load)) is not None), None)
         if reason is not None:
             # Where less is in flight than allowed, that is what was too much.
-            lowered = int(min(limit, max(in_flight, 1)) * self.decrease)
-            return min(max(lowered, self.least), self.most), reason
+            return max(int(max(in_flight, 1) * self.decrease), self.least), reason
         if not loads or in_flight < limit:
-            return min(max(limit, self.least), self.most), None
-        return min(max(limit + max(1, int(self.most * self.increase)), self.least), self.most), None
+            return limit, None
+        return min(limit + max(1, int(self.most * self.increase)), self.most), None
 
     def overload(self, load: EngineLoad) -> str | None:
         """Why this engine has too many requests, or None."""

@@ -99,7 +99,8 @@ class EngineClient:
             on_failure: hears of every failed attempt.
             on_given_up: hears the id of every attempt that ended without an answer, and why.
             keeps_kv: engines keep the KV of running requests, and their prefix caches, when weights change. Requests
-                then share KV with those only that were sent under the same weights (`published`).
+                then share KV with those of this client only that were sent under the same weights (`published`): an
+                engine that outlives its jobs has met other weights of the same version.
         """
         self._url = router_url.rstrip("/") + "/generate"
         self._vocab_size = vocab_size
@@ -212,7 +213,8 @@ class EngineClient:
         while self._held:
             await self._released.wait()
         sent_under = self._published if self._keeps_kv else None
-        request = encode_request(rid, input_ids, sampling_params, sent_under)
+        extra_key = None if sent_under is None else f"{self._nonce}-{sent_under}"
+        request = encode_request(rid, input_ids, sampling_params, extra_key)
         self._on_the_wire.add(rid)
         try:
             with self._clock.waiting("response", rid, self._timeout_s):

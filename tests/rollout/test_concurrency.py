@@ -84,6 +84,18 @@ def test_it_settles_around_what_engines_have_slots_for(slots: int, engines: int)
     assert all(policy.decrease * capacity - engines - 1 <= limit <= most for limit in seen[-50:])
 
 
+@given(slots=st.integers(8, 256), looks=st.integers(1, 200))
+def test_a_queue_that_takes_long_to_drain_is_answered_once(slots: int, looks: int) -> None:
+    """A response takes so many `looks`; what is in flight beyond a limit that was lowered only drains."""
+    policy = ConcurrencyPolicy(least=1, most=4 * slots)
+    limit, in_flight = policy.most, float(policy.most)
+    for _ in range(1000):
+        in_flight = max(in_flight - min(in_flight, slots) / looks, limit)
+        load = EngineLoad(running=min(slots, int(in_flight)), waiting=max(0, int(in_flight) - slots), token_usage=0.5)
+        limit, _reason = policy.after(limit, int(in_flight), [load])
+        assert limit >= int(policy.decrease * slots), "slots would be free while requests wait to be sent"
+
+
 async def test_an_overloaded_engine_gets_fewer_requests_and_more_once_it_recovers(
     start_executor: StartExecutor, events: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
