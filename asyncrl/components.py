@@ -34,6 +34,7 @@ from asyncrl.phases import (
 )
 
 if TYPE_CHECKING:
+    from asyncrl.config import Config
     from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
     from asyncrl.training.train_group import TrainGroup
@@ -59,7 +60,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     if job.config.debug.train_only:
         return _without_engines(job)
     controller = InferenceController(
-        job.config,
+        _config_of_engines(job.config),
         host=job.host,
         events=job.events,
         layout=job.layout,
@@ -78,6 +79,13 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     await make_room(job, controller)
     per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
     return RolloutComponents(controller, executor, per_epoch)
+
+
+def _config_of_engines(config: Config) -> Config:
+    """Without a trainer nothing is sent to them, so that a check whether it arrived could only fail."""
+    if not config.debug.rollout_only:
+        return config
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"verify": "never"})})
 
 
 def _without_engines(job: Job) -> RolloutComponents:

@@ -7,6 +7,7 @@ is the user's own business.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from asyncrl.config.data import DataConfig
 from asyncrl.config.engine_args import server_arg_problems
@@ -222,6 +223,20 @@ def _debug_problems(config: Config) -> Iterator[Problem]:
         )
     if debug.load_rollouts is not None and not debug.train_only:
         yield Problem("debug.load_rollouts", "is read by debug.train_only alone; set that too, or take this out")
+    if debug.rollout_only and isinstance(config.checkpoint.resume, Path):
+        yield Problem(
+            "checkpoint.resume",
+            f"{config.checkpoint.resume} is for a trainer, and debug.rollout_only has none: engines serve the model as "
+            f"it is on disk; set model.path = {config.checkpoint.resume / 'model'}",
+        )
+    saved = debug.load_rollouts
+    replays_itself = saved is not None and saved.resolve().is_relative_to(config.run.dir.resolve())
+    if config.run.if_exists == "resume" and (debug.rollout_only or (debug.train_only and replays_itself)):
+        yield Problem(
+            "run.if_exists",
+            f"resume would let half a job go on with {config.run.dir}: its steps, groups and checkpoints would be taken "
+            "for those of the run; choose another run.dir",
+        )
 
 
 def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:

@@ -110,7 +110,8 @@ class SavedRollouts:
     def engines_resumed(self) -> None: ...
 
     def get_num_rollout_per_epoch(self) -> int:
-        return len(self._ids)
+        """Of the only epoch that there is: it ends with the last batch, wherever training begins."""
+        return self._ids[-1] + 1
 
 
 class Replay:

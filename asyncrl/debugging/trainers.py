@@ -40,18 +40,22 @@ class NoTrainer:
     def __init__(self, controller: InferenceController, model: Path, attempt: int) -> None:
         self._controller = controller
         self._model = model
-        self._version: str | None = f"{attempt}.0"
+        self._version = f"{attempt}.0"
+        self._lets_serve = True
 
     async def init(self) -> int:
         return 0
 
     async def update_weights(self, rollout_id: int | None = None) -> None:
-        """Once: lets the engines serve. Weights without a trainer never change, so no batch is ever too old."""
-        if self._version is not None:
+        """Lets the engines serve: once, and again where all of them were started anew and wait for weights.
+
+        Weights without a trainer never change, so no batch is ever too old.
+        """
+        if self._lets_serve or self._controller.fleet().needs_publication:
             lease = await self._controller.begin_weight_update(self._version)
             acks = [UpdateAck(engine.engine_id, engine.generation) for engine in lease.engines]
             await self._controller.commit_weight_update(lease.lease_id, acks, self._model)
-            self._version = None
+            self._lets_serve = False
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         return {}

@@ -29,7 +29,7 @@ async def test_batches_come_as_they_were_saved_and_the_loop_ends_with_the_last(t
         save_batch(make_batch(rollout_id), tmp_path, {"rollout": asdict(METRICS)})
     stop = StopRequest()
     executor = SavedRollouts(tmp_path, stop)
-    assert executor.get_num_rollout_per_epoch() == 2
+    assert executor.get_num_rollout_per_epoch() == 9, "as many as the loop counts up to the last of them"
     with pytest.raises(RolloutError, match=r"no batch of rollout 0, but those of 7 to 8; training begins"):
         await executor.get(0)
     assert (await executor.get(7)).group_ids == make_batch().group_ids
