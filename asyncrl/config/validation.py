@@ -234,8 +234,8 @@ def _debug_problems(config: Config) -> Iterator[Problem]:
     if config.run.if_exists == "resume" and (debug.rollout_only or (debug.train_only and replays_itself)):
         yield Problem(
             "run.if_exists",
-            f"resume would let half a job go on with {config.run.dir}: its steps, groups and checkpoints would be taken "
-            "for those of the run; choose another run.dir",
+            f"resume lets half a job go on with {config.run.dir}: its steps, groups and checkpoints would pass for "
+            "those of the run; choose another run.dir",
         )
 
 

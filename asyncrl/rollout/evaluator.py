@@ -7,6 +7,7 @@ event log.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import anyio
@@ -44,6 +45,8 @@ class Evaluator:
         self._generator_for = generator_for
         self._events = events
         self._fleet: tuple[EvalFleetInfo, GroupGenerator] | None = None
+        self._runs: Counter[int] = Counter()
+        """Evaluations by rollout id: no id of a request is used twice."""
 
     def set_fleet(self, info: EvalFleetInfo | None) -> None:
         """Evaluations go through the router of `info` from now on; None: through that of the training engines."""
@@ -63,13 +66,15 @@ class Evaluator:
         config, prompts = self._config, self._prompts
         pinned, generator = (None, self._shared) if self._fleet is None else (self._fleet[0].version, self._fleet[1])
         if prompts is None:
-            return skipped_report(rollout_id, "there are no held-out prompts (eval.data)")
+            return self.report_skip(rollout_id, "there are no held-out prompts (eval.data)")
+        name = f"e{rollout_id:07d}" + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
+        self._runs[rollout_id] += 1
         began = time.monotonic()
         groups: list[SampleGroup] = []
         errors: list[AsyncRLError] = []
 
         async def one(index: int) -> None:
-            group_id = f"e{rollout_id:07d}.{index:07d}"
+            group_id = f"{name}.{index:07d}"
             try:
                 group = await generator.run(group_id, prompts[index], self._sampling, config.samples_per_prompt)
             except AsyncRLError as error:

@@ -185,7 +185,8 @@ async def test_the_end_tells_what_is_left_within_a_bound(monkeypatch: pytest.Mon
 def sample_ids(draw: st.DrawFn) -> str:
     index = draw(st.integers(0, 9999))
     if draw(st.booleans()):
-        return f"e{draw(st.integers(0, 10**8)):07d}.{draw(st.integers(0, 10**8)):07d}.{index:03d}"
+        again = draw(st.sampled_from(["", "r1", "r12"]))
+        return f"e{draw(st.integers(0, 10**8)):07d}{again}.{draw(st.integers(0, 10**8)):07d}.{index:03d}"
     issue = Issue(draw(st.integers(0, 10**9)), None, 0, draw(st.integers(0, 200)))  # type: ignore[arg-type]
     return f"{issue.group_id}.{index:03d}"
 

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,11 @@ from blockbuster import blockbuster_ctx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError, RewardError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.collection import Collection, FirstBatchCheck
-from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, scripted_engine
@@ -286,84 +282,6 @@ async def test_get_and_commit_out_of_order_are_refused(start_executor: StartExec
         await executor.commit(0)
         with pytest.raises(RolloutError, match="already committed"):
             await executor.commit(0)
-
-
-# evaluation
-
-
-async def test_evaluation_is_greedy_over_all_held_out_prompts(start_executor: StartExecutor, prompts: Path) -> None:
-    def script(request: dict[str, Any], number: int) -> Action:
-        return Action(text="yes" if number % 4 else "no")
-
-    evaluation = {"data": {"source": str(prompts)}, "max_new_tokens": 5}
-    async with scripted_engine(script) as engine, start_executor(engine, eval=evaluation) as executor:
-        report = await executor.eval(3)
-        assert report.accuracy == report.mean_reward == 0.75 and report.skipped is None
-        assert report.num_prompts == report.num_samples == 40
-        assert {request["sampling_params"]["temperature"] for request in engine.requests} == {0.0}
-        assert {request["sampling_params"]["max_new_tokens"] for request in engine.requests} == {5}
-        assert executor.statistics().groups[GroupState.ADMITTED] == 0, "held-out groups are not in the ledger"
-        assert report.as_dict()["eval/accuracy"] == 0.75
-
-
-async def test_an_evaluation_that_does_not_end_is_a_skipped_point(start_executor: StartExecutor, prompts: Path) -> None:
-    evaluation = {"data": {"source": str(prompts)}, "timeout_s": 0.3}
-    async with scripted_engine() as engine, start_executor(engine, eval=evaluation) as executor:
-        engine.script = lambda request, number: Action(fault="hang" if number == 5 else None)
-        report = await executor.eval(0)
-        assert report.accuracy is None and report.as_dict() == {}
-        assert re.search(r"no evaluation .* after 0.3 s; \d+ prompts were done", str(report.skipped))
-        await engine.until(lambda e: e.in_flight == 0)
-
-
-async def test_failed_samples_of_an_evaluation_are_counted_and_too_many_skip_the_point(
-    start_executor: StartExecutor, prompts: Path, events: EventLog
-) -> None:
-    async with scripted_engine() as engine, start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor:
-        engine.script = lambda request, number: Action(fault="status", status=400)
-        assert "40 of 40 samples failed; the first: generation refused" in str((await executor.eval(1)).skipped)
-        engine.script = lambda request, number: Action(fault="refuse" if number % 4 == 0 else None)
-        report = await executor.eval(2)
-        assert report.accuracy == 1.0 and report.failed_samples == 10
-    assert [line["skipped"] is None for line in events.recent if line["kind"] == "evaluated"] == [False, True]
-    async with scripted_engine() as engine, start_executor(engine) as executor:
-        assert "there are no held-out prompts" in str((await executor.eval(0)).skipped)
-
-
-async def test_an_error_in_an_evaluation_is_a_skipped_point(
-    start_executor: StartExecutor, prompts: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def ended(*args: Any, **how: Any) -> None:
-        raise RewardError("reward.function: its workers ended")
-
-    async with scripted_engine() as engine, start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor:
-        monkeypatch.setattr(GroupGenerator, "run", ended)
-        report = await executor.eval(1)
-        assert report.accuracy is None and "its workers ended; 0 prompts were done" in str(report.skipped)
-        assert executor.report_eval_skip(2, "no engine").skipped == "no engine"
-    assert [line["skipped"] for line in events.recent if line["kind"] == "evaluated"][1] == "no engine"
-
-
-async def test_an_evaluation_goes_to_the_engines_that_only_evaluate_while_there_are_some(
-    start_executor: StartExecutor, prompts: Path
-) -> None:
-    def made_by(version: str) -> Callable[[dict[str, Any], int], Action]:
-        return lambda request, number: Action((5, 6, 7, 2), text="yes", versions=((version, 0, 4),))
-
-    evaluation = {"data": {"source": str(prompts)}}
-    async with (
-        scripted_engine(made_by("0.2")) as trained,
-        scripted_engine(made_by("0.1")) as pinned,
-        start_executor(trained, eval=evaluation) as executor,
-    ):
-        executor.set_eval_fleet(EvalFleetInfo(pinned.url, "0.1", (pinned.url,)))
-        assert (await executor.eval(1)).accuracy == 1.0
-        assert (len(trained.requests), len(pinned.requests)) == (0, 40)
-        executor.set_eval_fleet(EvalFleetInfo(pinned.url, "0.3", (pinned.url,)))
-        assert (await executor.eval(2)).skipped == "samples were made by weights 0.1 instead of 0.3"
-        executor.set_eval_fleet(None)
-        assert (await executor.eval(3)).accuracy == 1.0
-        assert (len(trained.requests), len(pinned.requests)) == (40, 80)
 
 
 # what is refused at the start
