@@ -38,6 +38,8 @@ from asyncrl.training.trainer_thread import Job, TrainerThread
 
 T = TypeVar("T")
 
+_ROOM_TIMEOUT_S = 30.0
+"""Longest wait of the loop, and so of the training, until the disk has made a directory."""
 _log = structlog.get_logger(__name__)
 
 
@@ -91,7 +93,9 @@ class CheckpointSaver:
         where, began = self._settings.resume, self._events.attempt - Gang.detect().restarts
         try:
             return await self._on_disk(
-                "checkpoints", lambda: resume_from(self._root, where, self._layout, first_attempt=began)
+                "checkpoints",
+                lambda: resume_from(self._root, where, self._layout, first_attempt=began),
+                self._settings.timeout_s,
             )
         except TimeoutError as error:
             raise CheckpointError(
@@ -119,7 +123,8 @@ class CheckpointSaver:
         writing = _Writing(number, step, staging, time.monotonic(), set(range(self._layout.ranks)))
         self._writing = writing
         try:
-            await self._on_disk("making room for the checkpoint", lambda: staging.mkdir(parents=True))
+            room_s = min(_ROOM_TIMEOUT_S, self._settings.timeout_s)
+            await self._on_disk("room for the checkpoint", lambda: staging.mkdir(parents=True), room_s)
         except BaseException as error:
             self._writing = None
             writing.ended.set()
@@ -238,5 +243,5 @@ class CheckpointSaver:
             self._disk = TrainerThread("checkpoints")
         return self._disk
 
-    async def _on_disk(self, what: str, call: Callable[[], T]) -> T:
-        return await self._thread().call(call, what=what, timeout_s=self._settings.timeout_s)
+    async def _on_disk(self, what: str, call: Callable[[], T], timeout_s: float) -> T:
+        return await self._thread().call(call, what=what, timeout_s=timeout_s)

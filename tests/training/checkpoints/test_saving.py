@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import EventLog
-from asyncrl.training.checkpoints import writing
+from asyncrl.training.checkpoints import saver, writing
 from asyncrl.training.train_group import TrainGroup
 from tests.training.worlds import ScriptedTrainer, make_batch, run_world
 
@@ -247,3 +248,22 @@ def test_a_directory_that_cannot_be_made_costs_the_checkpoint(tmp_path: Path) ->
     assert saved == [None, None]
     assert later.endswith("step-000003")
     assert len(what) == 2 and what[0].startswith("no checkpoint of step 1: [Errno 20] Not a directory")
+
+
+def test_a_disk_that_makes_no_directory_costs_the_checkpoint_and_no_step(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        saver._ROOM_TIMEOUT_S = 0.3  # in a process of its own
+        await group.init()
+        answers = threading.Event()
+        group._checkpoints._thread().submit(answers.wait, what="a disk that hangs")
+        with anyio.fail_after(5):
+            saved = await group.save_checkpoint(0)
+            await group.train(1, make_batch())
+        answers.set()
+        return saved, faults(events), str(await group.save_checkpoint(1, wait=True))
+
+    saved, told, later = run_world(scenario, world_size=1, config=config_of(tmp_path)).value
+    assert saved is None and told == [
+        "no checkpoint of step 1: no room for the checkpoint from trainer thread after 0.3 s"
+    ]
+    assert later.endswith("step-000002") and names(tmp_path) == ["step-000002"]
