@@ -40,11 +40,13 @@ class RolloutConfig(Section):
     """Requests in flight at once."""
 
     adaptive_concurrency: bool = False
-    """Keep fewer than that in flight while engines queue requests or run out of KV memory: less at each look that
-    finds one overloaded, slowly more again afterwards. Works with engines of ours and others' alike."""
+    """Keep fewer than that in flight while engines queue requests or run out of KV memory: less when one is found
+    overloaded, less again once that has had its effect, slowly more afterwards. Works with engines of ours and others'
+    alike."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for one response. Time in which engines are paused by an update of the weights does not count."""
+    """Longest wait for one response. Time in which engines are paused, by an update of the weights or while the trainer
+    has the GPUs that they share, does not count."""
 
     request_retries: int = Field(default=4, ge=0)
     """Attempts after the first for a request whose connection broke, or that got a 5xx or no answer in time. What is
