@@ -108,10 +108,11 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
     device: Device = "cuda" if machine.gpus else "cpu"
     if config.engine.device not in ("auto", device):
         problems.append(Problem("engine.device", _DEVICE_MISMATCH[device]))
-    beside = gpus_beside(config, machine, _trainer_gpus(machine), problems)
+    trainer_alone = config.debug.train_only
+    beside = {} if trainer_alone else gpus_beside(config, machine, _trainer_gpus(machine), problems)
     held = frozenset(gpu for group in beside.values() for gpus in group for gpu in gpus)
     engines: tuple[EnginePlacement, ...] = ()
-    if config.engine.num_engines or not config.engine.external:
+    if not trainer_alone and (config.engine.num_engines or not config.engine.external):
         if device == "cuda":
             engines = _engines_on_gpus(config, machine, held, problems)
         else:
@@ -139,7 +140,7 @@ def derive_layout(config: Config, machine: Machine) -> tuple[ProcessLayout | Non
         gpu_names=machine.gpus,
         external=tuple(
             ExternalEngine(f"external-{i}", url.rstrip("/"), _transport_apart(config))
-            for i, url in enumerate(config.engine.external)
+            for i, url in enumerate(() if trainer_alone else config.engine.external)
         ),
         beside={name: _place_beside(name, group, machine, config) for name, group in beside.items()},
     )

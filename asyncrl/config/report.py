@@ -27,15 +27,18 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
     ranks = f"{len(layout.trainers)} trainer rank(s), {shape}"
     lines = [f"process layout on {kind}, {layout.dtype}: {ranks}; {len(layout.engines)} engine(s)"]
     for trainer in layout.trainers:
-        role = "driver and trainer" if trainer.rank == 0 else "trainer"
         copy, part = divmod(trainer.rank, layout.tensor_parallel)
-        place = "CPU" if trainer.gpu is None else f"node {trainer.node} GPU {trainer.gpu}"
-        lines.append(f"  {f'rank {trainer.rank}':<12} {place:<16} {role}, model copy {copy} part {part}")
+        place = "CPU" if trainer.gpu is None or config.debug.rollout_only else f"node {trainer.node} GPU {trainer.gpu}"
+        role = f"{'driver and trainer' if trainer.rank == 0 else 'trainer'}, model copy {copy} part {part}"
+        if config.debug.rollout_only:
+            role = "driver" if trainer.rank == 0 else "leaves at once: there is no trainer"
+        lines.append(f"  {f'rank {trainer.rank}':<12} {place:<16} {role}")
     lines.append(f"  {'host':<12} {'CPU':<16} owns engines, router and reward workers")
     port = "a free port" if config.router.port is None else f"port {config.router.port}"
-    lines.append(
-        f"  {'router':<12} {'CPU':<16} {config.router.package}, {config.router.policy}, {config.run.host}, {port}"
-    )
+    if not config.debug.train_only:
+        lines.append(
+            f"  {'router':<12} {'CPU':<16} {config.router.package}, {config.router.policy}, {config.run.host}, {port}"
+        )
     for engine in layout.engines:
         place = "GPU " + ",".join(map(str, engine.gpus)) if engine.gpus else "CPU"
         shared = ", shares its GPU with the trainer" if engine.colocated else ""
@@ -57,7 +60,7 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
             f"tensor parallel {engine.tensor_parallel}, {what}"
             for engine in engines
         )
-    if config.reward.workers:
+    if config.reward.workers and not config.debug.train_only:
         lines.append(f"  {'rewards':<12} {'CPU':<16} {config.reward.workers} worker(s)")
     if layout.unused_gpus:
         lines.append(f"  unused: GPU {', '.join(map(str, layout.unused_gpus))}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from asyncrl.config import Config
 from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine, visible_gpus
 from asyncrl.config.problems import InvalidConfigError
+from asyncrl.config.report import layout_lines
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4")
 
@@ -157,3 +160,27 @@ def test_a_layout_that_cannot_work_is_refused_with_the_fix(config, machine, key,
     found = refusals(config, machine)
     assert list(found) == [key]
     assert text in found[key]
+
+
+def test_half_a_job_shares_no_gpu_with_the_half_that_is_missing():
+    served = {"engine": {"external": ["http://127.0.0.1:1"], "num_engines": 1}, "models": {"judge": {"path": "judge"}}}
+    for machine in (gpus(1), gpus(2, ranks=2)):
+        layout = plan_layout(Config.model_validate(served | {"debug": {"train_only": True}}), machine)
+        assert (layout.engines, layout.external, layout.beside, layout.colocated) == ((), (), {}, False)
+    alone = plan_layout(Config.model_validate({"debug": {"rollout_only": True}}), gpus(1))
+    assert [engine.gpus for engine in alone.engines] == [(0,)] and not alone.colocated
+
+
+@pytest.mark.parametrize(
+    ("debug", "expected"),
+    [
+        ({}, ["rank 0: driver and trainer", "host", "router", "engine-0", "rewards"]),
+        ({"train_only": True}, ["rank 0: driver and trainer", "host"]),
+        ({"rollout_only": True}, ["rank 0: driver", "host", "router", "engine-0", "rewards"]),
+    ],
+)
+def test_a_dry_run_of_half_a_job_shows_that_half(debug: dict[str, bool], expected: list[str]) -> None:
+    config, machine = Config.model_validate({"debug": debug}), gpus(0)
+    told = [re.split(r"  +", line.strip()) for line in layout_lines(config, plan_layout(config, machine), machine)[1:]]
+    names = [f"{name}: {role.split(',')[0]}" if name == "rank 0" else name for name, _, role in told]
+    assert names == expected
