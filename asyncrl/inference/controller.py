@@ -183,8 +183,9 @@ class InferenceController:
         """Pauses the engines and opens them for weights `version` (`attempt.step`).
 
         Waits until `engine.min_serving` engines can take part; others join when they are back. Raises
-        WeightUpdateError while another update is open or when no engine can take part, EnginesLostError where they are
-        started again only after the trainer has left its GPUs (`onload`); nothing is paused then.
+        WeightUpdateError while another update is open, when no engine can take part or where weights of one are
+        offloaded, EnginesLostError where they are started again only after the trainer has left its GPUs (`onload`);
+        nothing is paused then.
         """
         if self._started.updates.open_lease is None:
             await self.wait_updatable(f"weights {version}")
@@ -313,6 +314,7 @@ class InferenceController:
         await self._started.actor.wait_serving(purpose)
 
     def _pause_health(self, paused: bool) -> None:
+        self._eval_fleet.health_paused = paused
         for group in self._groups:
             group.pause_health(paused)
 

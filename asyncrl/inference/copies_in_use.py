@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The weights that engines serve."""
+
+    version: str
+    directory: Path | None
+    """A copy in Hugging Face's format, where one was kept."""
 
 
 class CopiesInUse:

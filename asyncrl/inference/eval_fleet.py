@@ -73,6 +73,8 @@ class EvalFleet:
         """Keeps the pinned checkpoint in use."""
         self._lock = anyio.Lock()
         self._closed = False
+        self.health_paused = False
+        """Whether engines that are started from now on are not to be probed."""
 
     def close(self) -> None:
         """Nothing of it is started from now on."""
@@ -161,6 +163,7 @@ class EvalFleet:
             deadlines=deadlines,
             essential=False,
         )
+        group.pause_health(self.health_paused)
         group.start_router()
         served = ServedModel(EVAL, model.path, settings, model.context_length)
         for placement in self._layout.beside[EVAL]:
