@@ -20,7 +20,7 @@ import structlog
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
-from asyncrl.inference.copies_in_use import CopiesInUse, Published
+from asyncrl.inference.copies_in_use import CopiesInUse, Published, is_there
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError
 from asyncrl.inference.events import EngineCaughtUp
@@ -66,6 +66,7 @@ class CatchUp:
     async def _bring(self, engine: ManagedEngine) -> None:
         """Returns when `engine` serves, or when it is left to the next publication."""
         began = anyio.current_time()
+        found: Published | None = None
         while True:
             published = self._updates.published
             if published is None or engine.state is not EngineState.PENDING_WEIGHTS:
@@ -81,10 +82,14 @@ class CatchUp:
                 _log.warning("waits for the next publication", engine=engine.engine_id, reason=reason)
                 return
             assert published.directory is not None
-            if not published.directory.exists():  # somebody removed it
-                self._updates.published = replace(published, directory=None)
-                engine.changed()
-                continue
+            if found is not published:
+                if await is_there(published.directory):
+                    found = published
+                elif self._updates.published is published:  # somebody removed it
+                    self._updates.published = replace(published, directory=None)
+                    engine.changed()
+                continue  # much may have happened meanwhile
+            found = None  # another try looks again
             with self._copies.held(published.directory):
                 loaded = await self._load(engine, published)
             if loaded and await self._updates.admit(engine, published.version):
@@ -146,7 +151,7 @@ def needs_publication(engines: Iterable[ManagedEngine], published: Published | N
 
     So do those whose memory is away and whom the router does not know: a publication to them has failed.
     """
-    live = [engine for engine in engines if engine.state in LIVE]
+    live = [engine for engine in engines if engine.state in LIVE and not engine.leaving]
     if published is None or any(serves(engine) or can_catch_up(engine, published) for engine in live):
         return False
     without = (EngineState.PENDING_WEIGHTS, EngineState.OFFLOADED)

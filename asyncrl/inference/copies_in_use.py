@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio.to_thread
+
+from asyncrl.observability.waits import waiting
+
+LOOK_TIMEOUT_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -16,6 +22,15 @@ class Published:
     version: str
     directory: Path | None
     """A copy in Hugging Face's format, where one was kept."""
+
+
+async def is_there(directory: Path) -> bool:
+    """Whether a copy exists, as far as its disk tells within `LOOK_TIMEOUT_S`; the event loop does not wait for it."""
+    try:
+        with waiting("look for a copy", f"the disk of {directory}", LOOK_TIMEOUT_S):
+            return await anyio.to_thread.run_sync(directory.exists, abandon_on_cancel=True)
+    except TimeoutError:
+        return False
 
 
 class CopiesInUse:
