@@ -244,11 +244,14 @@ async def evaluate(job: Job, components: RolloutComponents, trainer: TrainGroup,
     controller, executor, _ = components
 
     async def measure() -> EvalReport:
-        if job.config.eval.fleet is None:
-            await controller.prepare_eval()
-        else:
-            executor.set_eval_fleet(await controller.pin_eval_fleet())
-        return await executor.eval(step)
+        try:
+            if job.config.eval.fleet is None:
+                await controller.prepare_eval()
+            else:
+                executor.set_eval_fleet(await controller.pin_eval_fleet())
+            return await executor.eval(step)
+        except AsyncRLError as error:  # a result: the job goes on, so a publication under way is to be finished
+            return executor.report_eval_skip(step, str(error))
 
     with job.record.phase("eval"):
         try:
@@ -292,7 +295,8 @@ async def _with_weights(
             try:
                 if job.layout.colocated:
                     await _change_places(job, components, trainer)
-                await publish(job, components, trainer, step - 1)
+                if await publish(job, components, trainer, step - 1) is None:
+                    return  # half a job has nothing to publish
             except AsyncRLError as error:
                 errors.append(error)
                 tasks.cancel_scope.cancel()

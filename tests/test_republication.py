@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.components import RolloutComponents
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.errors import AsyncRLError, EngineError, RolloutError, WeightUpdateError
 from asyncrl.inference.engine_api import Generation
 from asyncrl.phases import evaluate, gather, make_room, publish
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
@@ -221,3 +221,72 @@ async def test_a_publication_that_fails_once_more_ends_the_wait_for_a_batch(star
         play.executor.before = play.lose_all
         with pytest.raises(AsyncRLError, match="the trainer is gone"):
             await play.gather(3)
+
+
+@pytest.mark.parametrize("step", ["onload", "update_weights"])
+async def test_an_evaluation_that_fails_meanwhile_leaves_the_publication_to_its_end(
+    start_fleet: StartFleet, step: str
+) -> None:
+    """Cancelled halfway, engines would keep requests for memory that nobody gives back to them."""
+    async with played(start_fleet, 1, shares=True) as play:
+        await play.publish(None)
+        begun, take = anyio.Event(), getattr(play.trainer, step)
+
+        async def noted(*args: Any) -> Any:
+            begun.set()
+            await anyio.sleep(0.05)
+            return await take(*args)
+
+        async def fail(_: int) -> EvalReport:
+            await play.lose_all()
+            await begun.wait()
+            raise RolloutError("nobody answers")
+
+        setattr(play.trainer, step, noted)
+        play.executor.eval, play.executor.report_eval_skip = fail, skipped_report
+        with anyio.fail_after(BOUND_S):
+            await evaluate(play.job, play.components, play.trainer, 0)
+        assert play.published() == ["0.0", "0.0"]
+        assert (await play.gather(0)).meta_info.weight_version == "0.0"
+
+
+async def test_a_publication_that_failed_beside_an_evaluation_is_made_up_for_before_the_next_batch(
+    start_fleet: StartFleet,
+) -> None:
+    async with played(start_fleet, 1, shares=True) as play:
+        await play.publish(None)
+        update = play.trainer.update_weights
+
+        async def fail_once(rollout_id: int | None = None) -> None:
+            play.trainer.update_weights = update
+            raise WeightUpdateError("the transfer broke")
+
+        play.trainer.update_weights = fail_once
+        play.executor.before, play.executor.report_eval_skip = play.lose_all, skipped_report
+        with anyio.fail_after(BOUND_S):
+            await evaluate(play.job, play.components, play.trainer, 0)
+        assert play.rig.fleet.states() == ["offloaded"]
+        assert (await play.gather(0)).meta_info.weight_version == "0.0"
+        assert play.rig.complaints() == []
+
+
+async def test_where_nobody_can_publish_again_the_loop_is_not_kept_busy_with_it(start_fleet: StartFleet) -> None:
+    async with played(start_fleet, 1) as play:
+        await play.publish(2)
+
+        async def nothing(rollout_id: int | None = None) -> None:
+            asked.append(rollout_id)
+            assert len(asked) < 100, "the event loop does nothing else"
+
+        asked: list[int | None] = []
+        update, play.trainer.update_weights = play.trainer.update_weights, nothing
+
+        async def lose_and_come_back() -> None:
+            await play.lose_all()
+            await eventually(lambda: bool(asked))
+            await anyio.wait_all_tasks_blocked()
+            await update(2)
+
+        play.executor.before = lose_and_come_back
+        assert (await play.gather(3)).meta_info.weight_version == "0.3"
+        assert asked == [2]

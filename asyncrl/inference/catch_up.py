@@ -5,7 +5,8 @@ Invariants
   began without it would otherwise leave it behind.
 - Where newer weights were published meanwhile it starts over; where it was taken into a publication there is nothing
   to do.
-- The copy that it loads is in use until it has; one that was removed all the same is not counted on any more.
+- The copy that it loads is in use until it has; one that was removed all the same is not counted on any more. One that
+  an engine refuses (it is damaged, or cannot be seen from there) costs no restart: that engine waits for a publication.
 - On GPUs that are the trainer's at this time nothing is loaded.
 """
 
@@ -19,13 +20,14 @@ import structlog
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
-from asyncrl.inference.copies_in_use import CopiesInUse
+from asyncrl.inference.copies_in_use import CopiesInUse, Published, is_there
 from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.engine_api import EngineRequestError
 from asyncrl.inference.events import EngineCaughtUp
 from asyncrl.inference.group import serves
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.shared_gpus import SharedGpus
-from asyncrl.inference.updates import Published, Quarantine, WeightUpdates
+from asyncrl.inference.updates import Quarantine, WeightUpdates
 from asyncrl.inference.verify import abbreviate, unreceived
 from asyncrl.observability.events import EventLog
 
@@ -64,6 +66,7 @@ class CatchUp:
     async def _bring(self, engine: ManagedEngine) -> None:
         """Returns when `engine` serves, or when it is left to the next publication."""
         began = anyio.current_time()
+        found: Published | None = None
         while True:
             published = self._updates.published
             if published is None or engine.state is not EngineState.PENDING_WEIGHTS:
@@ -74,13 +77,19 @@ class CatchUp:
                 return
             if not can_catch_up(engine, published):
                 reason = "there is no copy" if engine.reads_copies else "it may not see the copy (weights.directory)"
+                if engine.refused is published:
+                    reason = f"it could not load the copy in {published.directory}"
                 _log.warning("waits for the next publication", engine=engine.engine_id, reason=reason)
                 return
             assert published.directory is not None
-            if not published.directory.exists():  # somebody removed it
-                self._updates.published = replace(published, directory=None)
-                engine.changed()
-                continue
+            if found is not published:
+                if await is_there(published.directory):
+                    found = published
+                elif self._updates.published is published:  # somebody removed it
+                    self._updates.published = replace(published, directory=None)
+                    engine.changed()
+                continue  # much may have happened meanwhile
+            found = None  # another try looks again
             with self._copies.held(published.directory):
                 loaded = await self._load(engine, published)
             if loaded and await self._updates.admit(engine, published.version):
@@ -97,16 +106,16 @@ class CatchUp:
     async def _load(self, engine: ManagedEngine, published: Published) -> bool:
         """False: it could not, and newer weights or its own end are the next thing to look at."""
         engine.move(EngineState.UPDATING, f"catching up with weights {published.version}")
-        client = engine.client
+        client, load_s = engine.client, self._updates.deadlines.load_s
         try:
             await client.set_version(f"torn:{published.version}")
             baseline = None
             if self._verify:
-                await client.check_weights("reset_tensors")
-                baseline = await client.check_weights("checksum")
-            await client.update_from_disk(str(published.directory), timeout_s=self._updates.deadlines.load_s)
+                await client.check_weights("reset_tensors", timeout_s=load_s)
+                baseline = await client.check_weights("checksum", timeout_s=load_s)
+            await client.update_from_disk(str(published.directory), timeout_s=load_s)
             if baseline is not None:
-                names = unreceived(baseline, await client.check_weights("checksum"))
+                names = unreceived(baseline, await client.check_weights("checksum", timeout_s=load_s))
                 if names:
                     raise WeightUpdateError(f"it loaded {published.directory} but not {abbreviate(names)}")
             await client.set_version(published.version)
@@ -116,19 +125,34 @@ class CatchUp:
             if self._updates.published is not published:  # its files may be gone
                 engine.move(EngineState.PENDING_WEIGHTS, "newer weights were published")
                 return False
-            await self._quarantine(engine, f"it could not catch up with weights {published.version}: {error}")
+            if _refuses(error):
+                engine.refused = published
+                engine.move(EngineState.PENDING_WEIGHTS, f"it could not load {published.directory}: {error}")
+            else:
+                await self._quarantine(engine, f"it could not catch up with weights {published.version}: {error}")
             return False
         return engine.state is EngineState.UPDATING
 
 
+def _refuses(error: EngineError | WeightUpdateError) -> bool:
+    """Whether an engine that lives has told, or shown, that it cannot load a copy: another process would not either."""
+    if isinstance(error, EngineRequestError):
+        return error.endpoint == "/update_weights_from_disk" and error.status is not None
+    return isinstance(error, WeightUpdateError)
+
+
 def can_catch_up(engine: ManagedEngine, published: Published) -> bool:
     """Whether there is a copy of the published weights that the engine can load."""
-    return published.directory is not None and engine.reads_copies
+    return published.directory is not None and engine.reads_copies and engine.refused is not published
 
 
 def needs_publication(engines: Iterable[ManagedEngine], published: Published | None) -> bool:
-    """Whether no engine serves, and those that live come to serve only by a publication of the weights anew."""
-    live = [engine for engine in engines if engine.state in LIVE]
+    """Whether no engine serves, and those that live come to serve only by a publication of the weights anew.
+
+    So do those whose memory is away and whom the router does not know: a publication to them has failed.
+    """
+    live = [engine for engine in engines if engine.state in LIVE and not engine.leaving]
     if published is None or any(serves(engine) or can_catch_up(engine, published) for engine in live):
         return False
-    return any(engine.state is EngineState.PENDING_WEIGHTS and engine.takes_weights for engine in live)
+    without = (EngineState.PENDING_WEIGHTS, EngineState.OFFLOADED)
+    return any(engine.state in without and engine.takes_weights for engine in live)

@@ -161,6 +161,7 @@ class InferenceController:
         return self._started.actor.routing.router.url
 
     def statistics(self) -> InferenceStatistics:
+        """What it counted until now."""
         actor, updates = self._started.actor, self._started.updates
         lease = updates.open_lease
         return InferenceStatistics(
@@ -183,8 +184,9 @@ class InferenceController:
         """Pauses the engines and opens them for weights `version` (`attempt.step`).
 
         Waits until `engine.min_serving` engines can take part; others join when they are back. Raises
-        WeightUpdateError while another update is open or when no engine can take part, EnginesLostError where they are
-        started again only after the trainer has left its GPUs (`onload`); nothing is paused then.
+        WeightUpdateError while another update is open, when no engine can take part or where weights of one are
+        offloaded, EnginesLostError where they are started again only after the trainer has left its GPUs (`onload`);
+        nothing is paused then.
         """
         if self._started.updates.open_lease is None:
             await self.wait_updatable(f"weights {version}")
@@ -228,6 +230,7 @@ class InferenceController:
         self._pause_health(True)
 
     def health_monitoring_resume(self) -> None:
+        """Engines are probed again."""
         self._pause_health(False)
 
     async def check_weights(self, action: CheckAction, skip_list: Sequence[str] = ()) -> Mapping[str, Checksums]:
@@ -286,12 +289,17 @@ class InferenceController:
     async def offload(self, tags: Sequence[str] | None = None) -> None:
         """Pauses colocated engines and releases memory of `tags` (all by default): the trainer's turn. Refused on CPU.
 
-        Waits for a publication and for engines that start; one that fails is killed, and down until all was taken back.
+        Waits for a publication and for engines that start or end; one that fails is killed, and down until all was
+        taken back. Raises EngineError on CPU, for an unknown tag, and where a publication does not end
+        (`weights.lease_timeout_s`); nothing was released then.
         """
         await self._started.memory.offload(tags)
 
     async def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Takes memory of `tags` (all by default) back; an engine goes on once it has all of it."""
+        """Takes memory of `tags` (all by default) back; an engine goes on once it has all of it.
+
+        Raises EngineError as `offload` does.
+        """
         await self._started.memory.onload(tags)
 
     async def onload_weights(self) -> None:
@@ -313,6 +321,7 @@ class InferenceController:
         await self._started.actor.wait_serving(purpose)
 
     def _pause_health(self, paused: bool) -> None:
+        self._eval_fleet.health_paused = paused
         for group in self._groups:
             group.pause_health(paused)
 

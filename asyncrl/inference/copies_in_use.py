@@ -5,7 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import anyio.to_thread
+
+from asyncrl.observability.waits import waiting
+
+LOOK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The weights that engines serve."""
+
+    version: str
+    directory: Path | None
+    """A copy in Hugging Face's format, where one was kept."""
+
+
+async def is_there(directory: Path) -> bool:
+    """Whether a copy exists, as far as its disk tells within `LOOK_TIMEOUT_S`; the event loop does not wait for it."""
+    try:
+        with waiting("look for a copy", f"the disk of {directory}", LOOK_TIMEOUT_S):
+            return await anyio.to_thread.run_sync(directory.exists, abandon_on_cancel=True)
+    except TimeoutError:
+        return False
 
 
 class CopiesInUse:

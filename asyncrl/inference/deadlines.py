@@ -20,6 +20,8 @@ WALK_S_PER_GB = 10.0
 """Reset, checksum, end of a session: about 1 s per GB on one core measured, and engines may share it."""
 TAKE_BACK_S = 3.0
 """For an engine that is to give up an update, beside what its weights take; one that takes longer is killed."""
+MOVE_S = 60.0
+"""Release or return of memory, beside what weights take that go to host memory; never measured on a GPU."""
 LOAD_S = 300.0
 LOAD_S_PER_GB = 20.0
 """Of a slow network disk. Nobody stands still for it."""
@@ -61,8 +63,13 @@ class Deadlines:
         return TAKE_BACK_S + self._share_s
 
     @property
+    def move_s(self) -> float:
+        """For memory that is released or taken back."""
+        return MOVE_S + self._share_s
+
+    @property
     def load_s(self) -> float:
-        """For a load from disk."""
+        """For a load from disk, and for what else walks all weights of an engine that nobody waits for."""
         return LOAD_S + LOAD_S_PER_GB * self.size_bytes / 1e9
 
     def begin_s(self, *, baseline: bool) -> float:

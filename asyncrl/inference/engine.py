@@ -17,6 +17,7 @@ import anyio
 
 from asyncrl.data.fleet import ACTOR, EngineEndpoint, EngineState, EngineStatus
 from asyncrl.errors import EngineError
+from asyncrl.inference.copies_in_use import Published
 from asyncrl.inference.engine_api import EngineClient, EngineRequestError
 from asyncrl.inference.events import EngineStateChanged
 from asyncrl.inference.lifecycle import UPDATABLE, transition
@@ -54,6 +55,8 @@ class ManagedEngine:
         """Whether the router knows it, or is to."""
         self.leaving = False
         """Whether it is about to be stopped: it takes part in nothing new."""
+        self.has_process = False
+        """Whether a process of the job's own may live under this id, and so hold memory."""
         self.offloaded: frozenset[str] = frozenset()
         """Memory tags that are released; the engine is paused while there is one."""
         self.baseline: Checksums | None = None
@@ -64,6 +67,8 @@ class ManagedEngine:
         """Files in /dev/shm that go with it."""
         self.reads_copies = True
         """Whether it can load a copy of the published weights from where the job keeps it."""
+        self.refused: Published | None = None
+        """What it could not load, in whatever life: it is not asked for that again."""
         self.failure: EngineError | None = None
         """Why it is DEAD or QUARANTINED."""
         self.on_change: Callable[[], None] | None = None

@@ -67,9 +67,7 @@ class EngineKeeper(Keeper):
             history, delay_s = policy.after_end(history, anyio.current_time())
             restarts = len(history.restarts)
             if delay_s is None:
-                self.settings.events.emit(
-                    ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=str(failure))
-                )
+                self._give_up(restarts, str(failure))
                 raise EngineError(
                     f"{self.engine.engine_id} is not started again: it was {restarts} times within "
                     f"{policy.window_s:g} s (engine.max_restarts, engine.restart_window_s). The last time: {failure}"
@@ -81,11 +79,18 @@ class EngineKeeper(Keeper):
             )
             with WAITS.register("restart", self.engine.engine_id, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
-            await self.settings.gpus.wait_turn(self.engine, self._unwanted)
+            try:
+                await self.settings.gpus.wait_turn(self.engine, self._unwanted)
+            except EngineError as error:
+                self._give_up(restarts, str(error))
+                raise
             if self._unwanted.is_set():
                 return
             self.restarts += 1
             self.engine.renew()
+
+    def _give_up(self, restarts: int, reason: str) -> None:
+        self.settings.events.emit(ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=reason))
 
     async def _end(self) -> None:
         self._serving.cancel()
@@ -114,6 +119,14 @@ class EngineKeeper(Keeper):
 
     async def _live(self) -> None:
         """One process from its spawn to its end, and how that ended in the engine's state and `failure`."""
+        self.engine.has_process = True
+        try:
+            await self._run_process()
+        finally:
+            self.engine.has_process = False
+            self.engine.changed()
+
+    async def _run_process(self) -> None:
         engine, host = self.engine, self._host
         try:
             pid = await host.spawn(self._spec)

@@ -28,7 +28,7 @@ from asyncrl.config.served import EVAL
 from asyncrl.data.fleet import EngineState, EvalFleetInfo
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.copies_in_use import CopiesInUse
+from asyncrl.inference.copies_in_use import CopiesInUse, is_there
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.engine_api import EngineRequestError
@@ -73,6 +73,8 @@ class EvalFleet:
         """Keeps the pinned checkpoint in use."""
         self._lock = anyio.Lock()
         self._closed = False
+        self.health_paused = False
+        """Whether engines that are started from now on are not to be probed."""
 
     def close(self) -> None:
         """Nothing of it is started from now on."""
@@ -161,6 +163,7 @@ class EvalFleet:
             deadlines=deadlines,
             essential=False,
         )
+        group.pause_health(self.health_paused)
         group.start_router()
         served = ServedModel(EVAL, model.path, settings, model.context_length)
         for placement in self._layout.beside[EVAL]:
@@ -171,9 +174,10 @@ class EvalFleet:
         """Brings an engine that was started again to what is pinned; without that it waits for the next pin."""
         async with self._lock:
             checkpoint, group = self._pinned, self._group
-            if checkpoint is None or group is None or engine.state is not EngineState.PENDING_WEIGHTS:
+            if checkpoint is None or group is None:
                 return
-            if not checkpoint.directory.exists():  # a checkpoint of the user's, who removed it
+            there = await is_there(checkpoint.directory)  # a checkpoint of the user's may be gone
+            if not there or engine.state is not EngineState.PENDING_WEIGHTS:
                 return
             engine.move(EngineState.UPDATING, f"pinned to weights {checkpoint.version}")
             try:

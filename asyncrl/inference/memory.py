@@ -7,6 +7,7 @@ Invariants
 - Released weights are gone (the engine keeps no copy of them in host memory): an engine that has taken that memory back
   holds no version, and serves only after a publication or with a kept copy.
 - Memory moves neither while weights are published nor while an engine starts or loads weights: that is waited for.
+- An `offload` that ends before any memory was asked for leaves the turn with the engines.
 - On CPU nothing is sent: there the endpoints end the engine's process.
 """
 
@@ -23,8 +24,8 @@ from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.sessions import on_each
-from asyncrl.inference.shared_gpus import SharedGpus
+from asyncrl.inference.sessions import on_each, resume
+from asyncrl.inference.shared_gpus import ENDED, SharedGpus
 from asyncrl.inference.updates import WeightUpdates
 from asyncrl.observability.waits import waiting
 
@@ -51,28 +52,17 @@ class Memory:
     async def offload(self, tags: Sequence[str] | None) -> None:
         """Raises EngineError on CPU, for an unknown tag, and where a publication does not end."""
         wanted = self._checked(tags)
-        self._gpus.give_up(wanted)  # from here on no engine begins to start or to load
-        await self._settle()
-        async with self._between_updates():
-            due: dict[ManagedEngine, tuple[str, ...]] = {}
-            running = [engine for engine in self._engines(_MOVABLE) if not engine.offloaded]
-            for engine in self._engines(_MOVABLE):
-                tags_due = tuple(tag for tag in TAGS if tag in wanted and tag not in engine.offloaded)
-                if tags_due:
-                    due[engine] = tags_due
-                    engine.offloaded |= set(tags_due)
-                    if "weights" in tags_due:
-                        engine.proved = engine.proved or engine.version is not None
-                        engine.version = None
-                    if engine in running:
-                        engine.move(EngineState.OFFLOADED, ", ".join(tags_due))
-
-            async def release(engine: ManagedEngine) -> None:
-                if engine in running:
-                    await engine.client.pause("retract")
-                await engine.client.release_memory(due[engine])
-
-            await self._on_each(list(due), release, "did not release its memory")
+        given = self._gpus.give_up(wanted)  # from here on no engine begins to start or to load
+        try:
+            await self._settle()
+            async with self._between_updates():
+                given = frozenset()
+                await self._release(wanted)
+                await self._settle()  # one that was taken out of service meanwhile has its memory until it has ended
+        finally:
+            if given:
+                self._gpus.take_back(given)
+                self._updates.signal_end()
 
     async def onload(self, tags: Sequence[str] | None) -> None:
         """Raises EngineError as `offload` does."""
@@ -82,12 +72,12 @@ class Memory:
             due = tuple(tag for tag in reversed(TAGS) if tag in wanted and tag in engine.offloaded)
             if not due:
                 return
-            await engine.client.resume_memory(due)
+            await engine.client.resume_memory(due, self._updates.deadlines.move_s)
             engine.offloaded -= set(due)
             if not engine.offloaded:
                 if engine.version is None:
                     await self._group.routing.remove(engine)
-                await engine.client.resume()
+                await resume(engine, self._updates.deadlines)
             if not engine.offloaded and engine.state is EngineState.OFFLOADED:  # it lives
                 engine.move(EngineState.SERVING if engine.version else EngineState.PENDING_WEIGHTS)
 
@@ -96,17 +86,42 @@ class Memory:
             self._gpus.take_back(wanted)
         self._updates.signal_end()  # engines without weights look for a copy again
 
+    async def _release(self, wanted: frozenset[str]) -> None:
+        due: dict[ManagedEngine, tuple[str, ...]] = {}
+        running = [engine for engine in self._engines(_MOVABLE) if not engine.offloaded]
+        for engine in self._engines(_MOVABLE):
+            tags_due = tuple(tag for tag in TAGS if tag in wanted and tag not in engine.offloaded)
+            if tags_due:
+                due[engine] = tags_due
+                engine.offloaded |= set(tags_due)
+                if "weights" in tags_due:
+                    engine.proved = engine.proved or engine.version is not None
+                    engine.version = None
+                if engine in running:
+                    engine.move(EngineState.OFFLOADED, ", ".join(tags_due))
+
+        async def release(engine: ManagedEngine) -> None:
+            if engine in running:
+                await engine.client.pause("retract", self._updates.deadlines.pause_s)
+            await engine.client.release_memory(due[engine], self._updates.deadlines.move_s)
+
+        await self._on_each(list(due), release, "did not release its memory")
+
     def _engines(self, states: Collection[EngineState]) -> list[ManagedEngine]:
         """Those on the trainer's GPUs in one of `states`."""
         return [engine for engine in self._group.engines if engine.endpoint.colocated and engine.state in states]
 
     async def _settle(self) -> None:
-        """Waits for engines that start or take weights; one that does not come to an end is killed."""
+        """Waits for engines that start, take weights or are being killed; one that does not come to rest is killed."""
+
+        def restless() -> list[ManagedEngine]:
+            return self._engines(_UNSETTLED) + [engine for engine in self._engines(ENDED) if engine.has_process]
+
         try:
-            with waiting("rest", "engines on the trainer's GPUs that start or load weights", self._settle_timeout_s):
-                await self._group.wait_until(lambda: not self._engines(_UNSETTLED))
+            with waiting("rest", "engines on the trainer's GPUs that start, load or end", self._settle_timeout_s):
+                await self._group.wait_until(lambda: not restless())
         except TimeoutError as error:
-            await self._quarantine(dict.fromkeys(self._engines(_UNSETTLED), str(error)))
+            await self._quarantine(dict.fromkeys(restless(), str(error)))
 
     @asynccontextmanager
     async def _between_updates(self) -> AsyncIterator[None]:

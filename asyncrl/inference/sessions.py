@@ -33,8 +33,6 @@ async def open_session(
     `mode` is what becomes of running requests. To `verify`, one that never had weights of this run is given a baseline
     first.
     """
-    if "weights" in engine.offloaded:
-        raise EngineError(f"{engine.engine_id}: its weights are offloaded; await onload_weights() first")
     client = engine.client
     if not engine.offloaded:
         await client.pause(mode, deadlines.pause_s)

@@ -38,9 +38,11 @@ class SharedGpus:
     def trainers_turn(self) -> bool:
         return bool(self._away)
 
-    def give_up(self, tags: Iterable[str]) -> None:
-        """Engines are about to release memory of these tags."""
-        self._away |= frozenset(tags)
+    def give_up(self, tags: Iterable[str]) -> frozenset[str]:
+        """Engines are about to release memory of these tags; returns those that they had until now."""
+        given = frozenset(tags) - self._away
+        self._away |= given
+        return given
 
     def take_back(self, tags: Iterable[str]) -> None:
         """Engines have memory of these tags again, those that live."""

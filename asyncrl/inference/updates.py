@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from anyio.abc import TaskGroup
 from asyncrl.config.inference import WeightsConfig
 from asyncrl.data.fleet import EngineState, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
+from asyncrl.inference.copies_in_use import Published
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.events import WeightUpdateAborted, WeightUpdateBegun, WeightUpdateCommitted
@@ -36,15 +36,6 @@ from asyncrl.observability.waits import waiting
 _Member = tuple[ManagedEngine, int]
 """An engine and the generation of the process that is meant."""
 Quarantine = Callable[[ManagedEngine, str], Coroutine[Any, Any, None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The weights that engines serve."""
-
-    version: str
-    directory: Path | None
-    """A copy in Hugging Face's format, where one was kept."""
 
 
 class WeightUpdates:
@@ -137,6 +128,11 @@ class WeightUpdates:
             if not engines:
                 states = ", ".join(f"{e.engine_id} is {e.state}" for e in self._engines)
                 raise WeightUpdateError(f"weights {version} have no engine to go to: {states}")
+            away = [engine.engine_id for engine in engines if "weights" in engine.offloaded]
+            if away:
+                raise WeightUpdateError(
+                    f"weights {version}: those of {', '.join(away)} are offloaded; await onload_weights() first"
+                )
             self._paused_at = anyio.current_time()
             for engine in engines:
                 engine.move(EngineState.UPDATING, f"weights {version}")

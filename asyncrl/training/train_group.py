@@ -44,7 +44,7 @@ from asyncrl.training.rank_link import LinkAddress, LinkServer, RankFailure, des
 from asyncrl.training.trainer_thread import Job, TrainerThread, TrainerThreadStatistics
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.copies import Copies
-from asyncrl.weights.publication import Fleet, PublicationReport, publish
+from asyncrl.weights.publication import Fleet, PublicationReport, longest_begin_s, publish
 from asyncrl.weights.transfer import Sink, Transport
 
 T = TypeVar("T")
@@ -168,8 +168,7 @@ class TrainGroup:
     async def update_weights(self, rollout_id: int | None = None) -> PublicationReport | None:
         """Publishes the present weights to the fleet as version `attempt.step`; `rollout_id` is the last one trained.
 
-        None is for trainers without engines (asyncrl.debugging).
-        Raises WeightUpdateError when no engine could be brought to them.
+        None is for trainers without engines (asyncrl.debugging). Raises WeightUpdateError where no engine gets them.
         """
         if self._fleet is None or self._transport is None:
             raise WeightUpdateError("this trainer was built without engines: there is nobody to publish weights to")
@@ -182,6 +181,7 @@ class TrainGroup:
             attempts=self._config.weights.attempts,
             events=self._events,
             copies=self._copies,
+            begin_timeout_s=longest_begin_s(self._config),
         )
 
     async def export_hf(self, directory: Path) -> None:

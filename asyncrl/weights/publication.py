@@ -19,6 +19,7 @@ from typing import Protocol
 import anyio
 import structlog
 
+from asyncrl.config import Config
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
 from asyncrl.errors import EnginesLostError, WeightUpdateError
 from asyncrl.observability.events import EventLog
@@ -85,6 +86,11 @@ class PublicationReport:
             "weights/transfers": self.attempts,
             "weights/engines": len(self.engines),
         }
+
+
+def longest_begin_s(config: Config) -> float:
+    """`begin_timeout_s` of a job, in seconds: longer than what the fleet itself bounds (starts, pauses, sessions)."""
+    return config.engine.start_timeout_s + config.router.start_timeout_s + config.weights.lease_timeout_s
 
 
 def engines_to_retry(engines: Sequence[EngineEndpoint], result: TransferResult) -> tuple[EngineEndpoint, ...]:

@@ -158,9 +158,8 @@ class FakeController:
         self._check()
         await self.wait_updatable(f"weights {version}")
         lease_id = self._book.next_id(version)
-        for engine_id, engine in self._engines.items():
-            if "weights" in engine.offloaded:
-                self.lose(engine_id)
+        if any("weights" in engine.offloaded for engine in self._engines.values()):
+            raise WeightUpdateError(f"weights {version}: some are offloaded; await onload_weights() first")
         engines = [engine for engine in self._engines.values() if engine.state in UPDATABLE]
         if not engines:
             raise WeightUpdateError(f"weights {version} have no engine to go to")

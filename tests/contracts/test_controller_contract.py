@@ -215,6 +215,9 @@ async def test_engines_that_share_gpus_give_memory_up_and_serve_again_once_they_
         await controller.offload()
         assert {(s.state, s.version) for s in controller.fleet().engines} == {(EngineState.OFFLOADED, None)}
         assert not controller.fleet().needs_publication
+        with pytest.raises(WeightUpdateError, match=r"offloaded; await onload_weights\(\) first"):
+            await controller.begin_weight_update("0.1")
+        assert subject.states() == [EngineState.OFFLOADED] * 2
         await controller.onload()
         assert subject.states() == [EngineState.PENDING_WEIGHTS] * 2
         assert controller.fleet().needs_publication

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from safetensors.torch import save_file
 
 from asyncrl.errors import WeightUpdateError
+from asyncrl.inference import copies_in_use
 from tests.inference.conftest import StartFleet, cpu_layout, eventually
 from tests.inference.test_models import beside
 from tests.inference.transaction_rig import holds, rig, tensors_of
@@ -98,3 +101,52 @@ async def test_a_copy_that_somebody_removed_costs_no_engine_its_restarts(
         await it.publish("0.0")
         assert it.serves(0, "0.0") and it.fleet.engines[0].lives == 2
         assert not it.fleet.controller.fleet().needs_publication
+
+
+@pytest.mark.parametrize("how", ["damaged", "lacks tensors"])
+async def test_a_copy_that_cannot_be_loaded_costs_no_engine_its_restarts(
+    start_fleet: StartFleet, tmp_path: Path, how: str
+) -> None:
+    async with rig(start_fleet, engines=2, copies=tmp_path / "copies", restarts=1) as it:
+        await it.publish("0.0")
+        (copy,) = it.fleet.controller.copies_in_use()
+        if how == "damaged":
+            (copy / "model.safetensors").write_bytes(b"nonsense")
+        else:
+            save_file({"big": tensors_of("0.0")["big"]}, copy / "model.safetensors")
+        await it.fleet.host.kill("engine-0")
+        await eventually(lambda: it.fleet.states() == ["pending_weights", "serving"])
+        assert not it.fleet.controller.fleet().needs_publication
+        await it.fleet.host.kill("engine-1")
+        await eventually(lambda: it.fleet.states() == ["pending_weights"] * 2)
+        assert it.fleet.controller.fleet().needs_publication
+        await it.publish("0.0")
+        assert it.serves(0, "0.0") and it.serves(1, "0.0") and it.complaints() == []
+        assert [engine.lives for engine in it.fleet.engines] == [2, 2]
+        await it.publish("0.1")
+        assert it.fleet.controller.copies_in_use() == {tmp_path / "copies" / "0.1"}
+
+
+async def test_a_disk_that_does_not_answer_keeps_an_engine_from_its_copy_and_nobody_else_from_anything(
+    start_fleet: StartFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(start_fleet, engines=2, copies=tmp_path / "copies", restarts=1) as it:
+        await it.publish("0.0")
+        monkeypatch.setattr(copies_in_use, "LOOK_TIMEOUT_S", 0.3)
+        exists, answers = Path.exists, threading.Event()
+
+        def hangs(path: Path) -> bool:
+            if path.is_relative_to(tmp_path / "copies"):
+                assert threading.current_thread() is not threading.main_thread()
+                answers.wait(5.0)
+            return exists(path)
+
+        monkeypatch.setattr(Path, "exists", hangs)
+        try:
+            await it.fleet.host.kill("engine-0")
+            await eventually(lambda: it.fleet.states() == ["pending_weights", "serving"])
+            await eventually(lambda: not it.fleet.controller.copies_in_use())  # it is not counted on any more
+        finally:
+            answers.set()
+        await it.publish("0.1")
+        assert it.serves(0, "0.1") and it.serves(1, "0.1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,23 @@ async def test_without_a_shared_directory_it_waits_for_the_next_publication(
         assert fleet.router.workers == [fleet.engines[0].url]
         await publish(fleet, "0.1", tmp_path)
         assert serves(fleet, 1, "0.1")
+
+
+async def test_an_engine_that_leaves_is_not_counted_on_by_one_that_cannot_load_the_copy(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with beside_one_stranger(start_fleet, **FAST) as (fleet, stranger):
+        await publish(fleet, "0.0", tmp_path)
+        await stranger.restart()
+        await eventually(lambda: fleet.states() == ["serving", "pending_weights"], 5)
+        assert not fleet.controller.fleet().needs_publication
+        fleet.engines[0].script(refuse("flush_cache", times=None))  # it has a request that does not end
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(partial(fleet.controller.stop_cell, "engine-0", force=True))
+            with anyio.fail_after(2):
+                await fleet.controller.wait_publication_needed()
+            assert fleet.states() == ["draining", "pending_weights"]
+            task_group.cancel_scope.cancel()
 
 
 async def test_one_that_restarts_unseen_between_two_probes_serves_no_old_weights_for_long(

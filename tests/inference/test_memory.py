@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import anyio
 import pytest
 
 from asyncrl.errors import EngineError, EnginesLostError
+from asyncrl.host import ProcessExit
 from asyncrl.inference import engine_api
+from asyncrl.inference.deadlines import Deadlines
 from asyncrl.observability.waits import WAITS, waiting
 from tests.inference.conftest import Fleet, StartFleet, colocated_layout, cpu_layout, eventually
 from tests.inference.test_colocation import publish as publish_in_turn
@@ -277,6 +280,7 @@ async def test_the_wait_for_the_trainers_turn_has_an_end(start_fleet: StartFleet
         await eventually(
             lambda: not fleet.controller._started.actor.is_wanted(fleet.controller._started.actor.engines[1])
         )
+        assert "process_given_up" in fleet.kinds()
         await fleet.controller.onload()
         await fleet.controller.prepare_rollout(1)
         assert fleet.engines[1].lives == 1
@@ -294,3 +298,77 @@ async def test_a_fleet_is_disposed_of_at_once_while_an_engine_waits_for_its_gpu(
         with anyio.fail_after(1):
             await fleet.controller.dispose()
     assert fleet.failures == []
+
+
+async def test_offloading_waits_for_the_end_of_an_engine_that_is_being_killed(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        kill, actor = fleet.host.kill, fleet.controller._started.actor
+
+        async def slow(name: str) -> ProcessExit:
+            await anyio.sleep(0.3)
+            return await kill(name)
+
+        fleet.host.kill = slow  # type: ignore[method-assign]
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(actor.quarantine, actor.engines[1], "it hangs")
+            await eventually(lambda: fleet.states()[1] == "quarantined")
+            await fleet.controller.offload()
+            assert not fleet.engines[1].alive, "the trainer would not find its memory free"
+
+
+@pytest.mark.parametrize("why", ["cancelled", "a publication does not end"])
+async def test_an_offload_that_moved_nothing_leaves_the_turn_with_the_engines(
+    start_fleet: StartFleet, tmp_path: Path, why: str
+) -> None:
+    async with start_fleet(2, colocated=True, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        if why == "cancelled":
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await fleet.controller.offload()
+        else:
+            parts, held = fleet.controller._started, anyio.Event()
+            parts.memory._lease_timeout_s = 0.1
+
+            async def hold() -> None:
+                async with parts.updates.lock:
+                    held.set()
+                    await anyio.sleep_forever()
+
+            async with anyio.create_task_group() as task_group:
+                task_group.start_soon(hold)
+                await held.wait()
+                with pytest.raises(EngineError, match="memory of engines was not moved"):
+                    await fleet.controller.offload()
+                task_group.cancel_scope.cancel()
+        assert fleet.states() == ["serving"] * 2
+        await fleet.host.kill("engine-1")
+        await eventually(lambda: fleet.engines[1].lives == 2 and serves(fleet, 1, "0.0"))
+    assert fleet.failures == []
+
+
+async def test_each_move_of_memory_has_a_deadline_that_follows_from_the_weights(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, float] = {}
+
+    def noted(what: str, whom: str, timeout_s: float) -> AbstractContextManager[None]:
+        asked[what] = timeout_s
+        return waiting(what, whom, timeout_s)
+
+    async with start_fleet(1, colocated=True) as fleet:
+        await publish(fleet, "0.0", None)
+        monkeypatch.setattr(engine_api, "waiting", noted)
+        large = fleet.controller._started.updates.deadlines = Deadlines(size_bytes=50 * 10**9, ranks=2)
+        await fleet.controller.offload()
+        await fleet.controller.onload()
+        assert large.move_s == 310.0
+        assert asked == {
+            "pause_generation": large.pause_s,
+            "release_memory_occupation": large.move_s,
+            "resume_memory_occupation": large.move_s,
+            "continue_generation": large.step_s,
+        } | {what: s for what, s in asked.items() if what.startswith(("health", "generate"))}

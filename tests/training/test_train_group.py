@@ -18,9 +18,11 @@ import structlog
 import torch
 from torch import Tensor
 
+from asyncrl.config import Config
 from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
+from asyncrl.training import train_group
 from asyncrl.training.train_group import TrainGroup
 from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
 
@@ -330,3 +332,23 @@ def test_a_batch_arrives_as_it_was_sent() -> None:
     assert sent == {field.name for field in dataclasses.fields(batch)}
     assert [tuple(t.shape) for t in tensors] == [h.shape for h in header.tensors]
     assert all(torch.equal(getattr(batch, h.field), t) for h, t in zip(header.tensors, tensors, strict=True))
+
+
+@pytest.mark.anyio
+async def test_a_publication_waits_as_long_for_engines_that_start_as_they_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    async def noted(*parts: Any, **how: Any) -> None:
+        asked.update(how)
+
+    monkeypatch.setattr(train_group, "publish", noted)
+    config = Config.model_validate({"engine": {"start_timeout_s": 7200.0}})
+    there: Any = object()
+    async with anyio.create_task_group() as task_group:
+        group = TrainGroup(
+            config, task_group=task_group, make_trainer=there, events=EventLog(None), fleet=there, transport=there
+        )
+        await group.update_weights()
+    assert asked["begin_timeout_s"] > 7200.0 + config.router.start_timeout_s
