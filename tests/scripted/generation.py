@@ -107,7 +107,7 @@ class Generation:
         self.makers: dict[str, list[str]] = {}
         """By id, of requests that ended: the version of the weights that really made each token."""
         self._changed = anyio.Event()
-        self._cache: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
 
     @property
     def running(self) -> int:
@@ -158,7 +158,7 @@ class Generation:
         """Empties the prefix cache unless something runs (or, when not paused, waits)."""
         if self.running or (self.paused is None and self._live):
             return False
-        self._cache.clear()
+        self.cache.clear()
         return True
 
     async def wait_idle(self) -> None:
@@ -177,7 +177,7 @@ class Generation:
             while not request.done and (request.abort_sent or not gone()):
                 await self._segment(request)
             if request.kv is not None and not request.with_prompt:
-                self._cache[request.extra_key, request.prompt] = request.kv
+                self.cache[request.extra_key, request.prompt] = request.kv
             return self._payload(request)
         finally:
             del self._known[request.rid]
@@ -248,7 +248,7 @@ class Generation:
             request.kv, request.debt_s = None, self._latency.prefill_s
 
     def _prefill(self, request: _Request) -> None:
-        kv = None if request.with_prompt else self._cache.get((request.extra_key, request.prompt))
+        kv = None if request.with_prompt else self.cache.get((request.extra_key, request.prompt))
         request.cached = 0 if kv is None else len(request.prompt) - 1
         request.kv = self._digest() if kv is None else kv
 
