@@ -70,7 +70,7 @@ class EngineConfig(Section):
 class ServingConfig(Section):
     """Engines beside those of the trained model; what is not said here is as in engine and router."""
 
-    num_engines: int = Field(default=1, ge=1)
+    num_engines: int = Field(default=1, ge=1, le=4096)
     """Engines to start."""
 
     tensor_parallel: int = Field(default=1, ge=1)
