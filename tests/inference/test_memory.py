@@ -16,7 +16,7 @@ from asyncrl.host import ProcessExit
 from asyncrl.inference import engine_api
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.observability.waits import WAITS, waiting
-from tests.inference.conftest import Fleet, StartFleet, colocated_layout, cpu_layout, eventually
+from tests.inference.conftest import Fleet, StartFleet, colocated_layout, cpu_layout, dispose_within, eventually
 from tests.inference.test_colocation import publish as publish_in_turn
 from tests.inference.test_recovery import publish, serves
 from tests.inference.test_updates import acks, deliver
@@ -295,8 +295,7 @@ async def test_a_fleet_is_disposed_of_at_once_while_an_engine_waits_for_its_gpu(
         await fleet.controller.offload()
         await fleet.host.kill("engine-0")
         await eventually(lambda: fleet.states() == ["dead"])
-        with anyio.fail_after(1):
-            await fleet.controller.dispose()
+        await dispose_within(fleet, 1)
     assert fleet.failures == []
 
 
