@@ -13,7 +13,7 @@ from asyncrl.config.base import Section
 class EngineConfig(Section):
     """The SGLang engines that generate."""
 
-    num_engines: int | None = Field(default=None, ge=1)
+    num_engines: int | None = Field(default=None, ge=1, le=4096)
     """Engines to start; none: as many as the free GPUs hold, or one on CPU; none of them beside external ones."""
 
     tensor_parallel: int = Field(default=1, ge=1)

@@ -178,6 +178,11 @@ def test_all_problems_are_listed_together_one_line_each(load):
         ("[train]\nlr = nan", "train.lr", "nan is not allowed; expected number, at least 0"),
         ("[train]\nlr = inf", "train.lr", "inf is not allowed; expected number, at least 0"),
         ("[train]\nseed = 1.5", "train.seed", "1.5 is not allowed; expected whole number"),
+        (
+            "[engine]\nnum_engines = 1000000000",
+            "engine.num_engines",
+            "1000000000 is not allowed; expected whole number, at least 1, at most 4096, or none",
+        ),
         ("[train]\nseed = {a = 1}", "train.seed", "{'a': 1} is not allowed; expected whole number"),
         ("[train]\nloss = 'ppo'", "train.loss", '\'ppo\' is not allowed; expected "grpo" or "sft"'),
         ("train = 3", "train", "3 is not allowed; expected a table"),
