@@ -36,7 +36,7 @@ PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := $(PYTEST) -m "not long and not system"
 SYSTEM  := $(PYTEST) -m "system and not long"
 PARTS   := quick-fleet quick-trainer quick-ends quick-rest
-ROUTERS := $(addprefix tests/inference/test_,memory.py router.py router_sticky.py stopping.py)
+ROUTERS := $(addprefix tests/inference/test_,memory.py router.py router_client.py router_sticky.py stopping.py)
 FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
 TRAINER := tests/training/megatron tests/weights tests/host $(ROUTERS)
 ENDS    := tests/training tests/exit_protocol tests/test_driver.py tests/test_resume.py
