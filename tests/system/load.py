@@ -35,7 +35,7 @@ class Load:
     answers: list[Answer] = field(default_factory=list)
     attempts: int = 0
     sent_again: list[tuple[float, str]] = field(default_factory=list)
-    """When a request was sent for a second time, and its sample id."""
+    """When a request was sent once more, and its sample id."""
     failures: list[tuple[float, RequestFailed]] = field(default_factory=list)
     stopping: bool = False
 
@@ -57,7 +57,7 @@ class _WatchedClient(EngineClient):
     async def _attempt(self, rid: str, *request: Any) -> Generation:
         self.load.attempts += 1
         sample_id, attempt = rid.split("-", 1)[1].rsplit(".", 1)
-        if attempt == "0001":
+        if attempt != "0000":
             self.load.sent_again.append((anyio.current_time(), sample_id))
         return await super()._attempt(rid, *request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -81,9 +82,15 @@ async def strike_and_watch(fleet: RealFleet, load: Load, fault: str, engine: int
             await anyio.sleep(0.002)
             detected = detected_at(fleet, events)
     await anyio.sleep(2 * REISSUE_LIMIT_S)
-    lost = {failed.sample_id for at, failed in load.failures[failures:] if at <= detected + REISSUE_LIMIT_S}
-    sent_again = {sample_id: at for at, sample_id in load.sent_again if at > struck_at and sample_id in lost}
-    assert sent_again.keys() == lost
+    lost: dict[str, float] = {}
+    for at, failed in load.failures[failures:]:
+        if at <= detected + REISSUE_LIMIT_S:
+            lost.setdefault(failed.sample_id, at)
+    sent_again: dict[str, float] = {}
+    for at, sample_id in load.sent_again:  # of one that an earlier strike had cost already, the next time
+        if at >= lost.get(sample_id, math.inf):
+            sent_again.setdefault(sample_id, at)
+    assert sent_again.keys() == lost.keys()
     reissue_s = max(sent_again.values()) - detected if lost else None
     assert reissue_s is None or reissue_s < REISSUE_LIMIT_S
     return Strike(fault, round(detected - struck_at, 3), None if reissue_s is None else round(reissue_s, 3), len(lost))
