@@ -73,7 +73,7 @@ test: test-fast
 	$(MAKE) --no-print-directory system-alone
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=7300
+	$(BIN)/python -m pytest -m long --timeout 7200
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 from pathlib import Path
@@ -17,6 +18,12 @@ _long: dict[str, dict[str, object]] = {}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A broken function is told in seconds, not after the engines have started."""
     items.sort(key=lambda item: item.get_closest_marker("system") is not None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Long tests have limits of their own; the one that ends the whole run by force is made for quick ones."""
+    if item.get_closest_marker("long") is not None:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -156,5 +156,5 @@ async def test_every_request_ends_well_ten_times_over(tiny_models: tuple[Path, P
             struck = await strike_and_watch(fleet, load, kinds[number % len(kinds)], number % 2)
             rounds.append(asdict(struck) | {"recovery_s": round(await recovery(fleet, load), 1)})
             print(rounds[-1])
-    found = {"requests_in_flight": REQUESTS, "answered": len(load.answers), "failed": 0, "rounds": rounds}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            found = {"requests_in_flight": REQUESTS, "answered": len(load.answers), "failed": 0, "rounds": rounds}
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
