@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def in_main_thread(sample: Sample, prompt: Prompt) -> float:
 def by_text(sample: Sample, prompt: Prompt) -> float:
     """Does what the response says."""
     return {"hang": endless, "die": dies, "raise": raises}.get(sample.text, good)(sample, prompt)
+
+
+def garbles(sample: Sample, prompt: Prompt, *, what: str) -> float:
+    """Writes into every socket that it finds, for a response "garble"."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the descriptor of the listing itself is closed
+            if sample.text == "garble" and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.write(fd, bytes.fromhex(what))
+    return 1.0
+
+
+def forks(sample: Sample, prompt: Prompt) -> float:
+    """Both come back from it."""
+    return float(os.fork() > 0)
 
 
 def endless_by_text(sample: Sample, prompt: Prompt) -> float:

@@ -21,6 +21,7 @@ from asyncrl.data.sample import Prompt, Sample, VersionSpan
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.host import EngineHost
 from asyncrl.observability.waits import WAITS
+from asyncrl.rollout.rewards.frames import Outcome, frame
 from asyncrl.rollout.rewards.registry import Runs, resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 
@@ -296,6 +297,40 @@ async def test_waiting_in_the_queue_is_no_wait_to_complain_of(tmp_path: Path, ho
         queued = [wait for wait in WAITS.snapshot() if wait.what == "reward" and MODULE in wait.subject]
         assert [wait.deadline_s for wait in queued] == [math.inf, math.inf]
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["ffffffff", "03000000c1c1c1", frame(Outcome(999, 1.0, None)).hex(), "0100000090"],
+    ids=["an endless frame", "no msgpack", "an answer to another job", "an empty answer"],
+)
+async def test_a_function_that_writes_into_the_workers_socket_costs_its_own_sample_only(
+    tmp_path: Path, host: EngineHost, what: str
+) -> None:
+    async with scorer_of("garbles", tmp_path, host=host, what=what) as scorer:
+        assert (await scorer.score(*sample_of())).reward == 1.0
+        assert "garbled" in str((await scorer.score(*sample_of("garble"))).failure)
+        assert (await scorer.score(*sample_of())).reward == 1.0
+
+
+async def test_a_function_that_forks_answers_once(tmp_path: Path, host: EngineHost) -> None:
+    async with scorer_of("forks", tmp_path, host=host) as scorer:
+        for _ in range(5):
+            assert (await scorer.score(*sample_of())).reward == 1.0
+        assert scorer._pool is not None and scorer._pool.replaced == 0
+
+
+async def test_a_worker_is_the_first_to_go_when_memory_is_short(tmp_path: Path, host: EngineHost) -> None:
+    async with scorer_of("where", tmp_path, host=host, file=str(tmp_path / "pid")) as scorer:
+        await scorer.score(*sample_of())
+        pid = (tmp_path / "pid").read_text()
+        assert await anyio.Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+
+
+async def test_a_closed_scorer_gives_a_failure(tmp_path: Path, host: EngineHost) -> None:
+    async with scorer_of("good", tmp_path, host=host) as scorer:
+        await scorer.aclose()
+        assert (await scorer.score(*sample_of())).failure == "the reward workers were closed"
 
 
 async def test_closing_the_pool_ends_its_processes_and_answers_who_waits(tmp_path: Path, host: EngineHost) -> None:

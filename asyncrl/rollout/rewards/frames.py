@@ -2,9 +2,10 @@
 
     worker → Started(error)            once, after importing the function
     driver → Setup                     first
-    driver → Job        worker → Outcome      one at a time
+    driver → Job        worker → Outcome      one at a time, with the number of the job
 
-Arrays travel as raw bytes. Nothing is pickled.
+Arrays travel as raw bytes. Nothing is pickled. The function that runs in the worker may do anything with its socket:
+what comes back is believed only if it is an answer to the job that was sent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from asyncrl.data.sample import FinishReason, Prompt, Sample, VersionSpan
 
 HEADER = struct.Struct("<I")
 """Length of the frame that follows, in bytes."""
+LONGEST_ANSWER_BYTES = 1 << 20
+"""Of a worker's frames, which hold a number or one line of text, in any case."""
 
 
 class Setup(msgspec.Struct):
@@ -37,6 +40,8 @@ class Started(msgspec.Struct):
 class Job(msgspec.Struct):
     """One sample with its prompt."""
 
+    number: int
+    """Counts the jobs of a worker."""
     sample_id: str
     group_id: str
     prompt_ids: bytes
@@ -52,6 +57,7 @@ class Job(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
+    number: int
     reward: float | None
     failure: str | None
 
@@ -62,8 +68,9 @@ def frame(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def job_of(sample: Sample, prompt: Prompt) -> Job:
+def job_of(number: int, sample: Sample, prompt: Prompt) -> Job:
     return Job(
+        number=number,
         sample_id=sample.sample_id,
         group_id=sample.group_id,
         prompt_ids=sample.prompt_ids.tobytes(),

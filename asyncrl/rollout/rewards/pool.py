@@ -5,11 +5,14 @@ Invariants
   or in starting a worker is never held against a sample.
 - A worker that exceeds the time limit, or dies, fails the one sample it had; it is killed and replaced, and the queue
   goes on.
+- An answer that is none, or to another job, fails the sample and costs the worker: the user's function may write to
+  whatever is open.
 - Who waits for a score may be cancelled at any time: the worker's protocol stays in step.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
@@ -20,7 +23,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -32,10 +35,11 @@ from asyncrl.data.sample import Prompt, Sample
 from asyncrl.errors import AsyncRLError, EngineError, RewardError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.observability.waits import WAITS, waiting
-from asyncrl.rollout.rewards.frames import HEADER, Outcome, Setup, Started, frame, job_of
+from asyncrl.rollout.rewards.frames import HEADER, LONGEST_ANSWER_BYTES, Outcome, Setup, Started, frame, job_of
 from asyncrl.rollout.rewards.registry import RewardFunction
 from asyncrl.rollout.rewards.result import Score
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's module, on a machine where engines start at the same time
@@ -53,6 +57,10 @@ class ProcessHost(Protocol):
 
 class WorkerDied(Exception):
     """The worker's socket closed."""
+
+
+class Garbled(Exception):
+    """What the worker sent is no answer to what it was asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +107,10 @@ class WorkerPool:
     async def score(self, sample: Sample, prompt: Prompt) -> Score:
         """The sample's score; a time limit, an exception or a dead worker becomes a failure."""
         request = _Request(sample, prompt)
-        self._send.send_nowait(request)
+        try:
+            self._send.send_nowait(request)
+        except anyio.ClosedResourceError:
+            return request.score
         try:
             # Without a deadline: the queue is part of it, and the worker's own call has the time limit.
             with WAITS.register("reward", f"{self._function.name} for {sample.sample_id}", math.inf):
@@ -171,13 +182,19 @@ class WorkerPool:
         """The score, and whether the worker can go on."""
         sample_id = request.sample.sample_id
         try:
-            body = frame(job_of(request.sample, request.prompt))
+            number = connection.next_number()
+            body = frame(job_of(number, request.sample, request.prompt))
         except (TypeError, ValueError, OverflowError) as error:
             return Score(None, f"the sample cannot be sent to a reward worker: {error}"), True
         try:
             with waiting("reward", f"{name} for {sample_id}", self._timeout_s):
                 await connection.send(body)
-                outcome = msgspec.msgpack.decode(await connection.receive(), type=Outcome)
+                outcome = await connection.receive(Outcome)
+                if outcome.number != number:
+                    raise Garbled(f"an answer to job {outcome.number} instead of {number}")
+        except Garbled as error:
+            log.warning("reward worker garbled its answer; replaced", sample=sample_id, worker=name, reason=str(error))
+            return Score(None, "the reward worker's answer was garbled: the function writes to its socket"), False
         except TimeoutError:
             log.warning("reward timed out; worker replaced", sample=sample_id, worker=name)
             return Score(None, f"the reward took longer than {self._timeout_s:g} s and was ended"), False
@@ -245,9 +262,11 @@ class WorkerPool:
         try:
             with waiting("import of the reward function", spec.name, _START_TIMEOUT_S):
                 await connection.send(frame(Setup(function.name, dict(function.args), function.directory, sys.path)))
-                started = msgspec.msgpack.decode(await connection.receive(), type=Started)
+                started = await connection.receive(Started)
         except TimeoutError as error:
             raise RewardError(f"reward.function: {error}; see {spec.log_path}") from error
+        except Garbled as error:
+            raise RewardError(f"reward.function: {function.name} writes to its worker's socket: {error}") from error
         except WorkerDied:
             with waiting("exit", spec.name, _END_TIMEOUT_S):
                 ended = await self._host.wait(spec.name)
@@ -260,11 +279,15 @@ class WorkerPool:
 
 
 class _Connection:
-    """Frames over the worker's socket; WorkerDied when it closes."""
+    """Frames over the worker's socket; WorkerDied when it closes, Garbled for what is no frame."""
 
     def __init__(self, stream: SocketStream) -> None:
         self._stream = stream
         self._buffer = BufferedByteReceiveStream(stream)
+        self._numbers = itertools.count(1)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
 
     async def send(self, body: bytes) -> None:
         try:
@@ -272,10 +295,14 @@ class _Connection:
         except anyio.BrokenResourceError as error:
             raise WorkerDied from error
 
-    async def receive(self) -> bytes:
+    async def receive(self, kind: type[T]) -> T:
         try:
-            header = await self._buffer.receive_exactly(HEADER.size)
-            return await self._buffer.receive_exactly(HEADER.unpack(header)[0])
+            (size,) = HEADER.unpack(await self._buffer.receive_exactly(HEADER.size))
+            if size > LONGEST_ANSWER_BYTES:
+                raise Garbled(f"a frame of {size} bytes")
+            return msgspec.msgpack.decode(await self._buffer.receive_exactly(size), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Garbled(str(error)) from error
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.EndOfStream) as error:
             raise WorkerDied from error
 

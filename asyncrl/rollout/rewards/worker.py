@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -34,9 +36,19 @@ def main(socket_name: str) -> None:
         connection.sendall(frame(Started(str(error))))
         return
     connection.sendall(frame(Started(None)))
-    decoder = msgspec.msgpack.Decoder(Job)
+    _be_first_to_go()
+    decoder, own_pid = msgspec.msgpack.Decoder(Job), os.getpid()
     while (body := _receive(connection)) is not None:
-        connection.sendall(frame(_score(reward, decoder.decode(body))))
+        outcome = _score(reward, decoder.decode(body))
+        if os.getpid() != own_pid:  # the function forked, and its child came back from it too
+            os._exit(0)
+        connection.sendall(frame(outcome))
+
+
+def _be_first_to_go() -> None:
+    """A function that eats all memory shall cost its own worker, which is replaced, and no engine or trainer."""
+    with suppress(OSError):  # where /proc cannot be written the kernel picks by size
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _score(reward: RewardFunction, job: Job) -> Outcome:
@@ -44,8 +56,8 @@ def _score(reward: RewardFunction, job: Job) -> Outcome:
     try:
         score = judge_result(reward.call(sample, prompt))
     except Exception as error:  # whatever the user's function raises is this sample's outcome
-        return Outcome(None, describe_exception(error))
-    return Outcome(score.reward, score.failure)
+        return Outcome(job.number, None, describe_exception(error))
+    return Outcome(job.number, score.reward, score.failure)
 
 
 def _receive(connection: socket.socket) -> bytes | None:
