@@ -5,6 +5,7 @@ their environment), and it outlives the host by the moment that it takes to kill
 
 - It tells the host `started` or `failed`, and at the end `exited`, once the tree is dead.
 - The host tells it `signal n` for the process's group. End of file (the host wants an end, or is dead) kills the tree.
+- What the tree leaves in /dev/shm goes with it, whoever of job and host lives then.
 - Should the guardian itself be SIGKILLed, the process dies by its parent-death signal and the host kills the orphans.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from asyncrl.host.proc import become_subreaper, die_with_parent, kill_descendants, reap, set_name
 from asyncrl.host.process import LineBuffer, ProcessSpec, encode
+from asyncrl.host.shared_memory import LOOK_S, SharedFiles
 
 KILL_TIMEOUT_S = 10.0
 """How long SIGKILLed descendants may take to vanish before they are reported as survivors (a GPU driver may take
@@ -62,6 +64,7 @@ class _Guardian:
         self.channel = channel
         self.spec = spec
         self.main = 0
+        self.files = SharedFiles()
         self.ended: dict[int, int] = {}
         """Exit codes of the children collected so far: the process itself and orphans of its tree."""
 
@@ -79,7 +82,9 @@ class _Guardian:
             return
         self._tell({"started": self.main, "log_start": log_start})
         self._watch(wake)
+        self.files.look(ended=self.main in self.ended)
         survivors = kill_descendants(os.getpid(), KILL_TIMEOUT_S, reap=self._reap)
+        self.files.remove()
         self._tell({"exited": self.ended.get(self.main, -signal.SIGKILL), "survivors": survivors})
 
     def _launch(self) -> int:
@@ -134,7 +139,8 @@ class _Guardian:
         poll.register(self.channel, select.POLLIN)
         poll.register(wake, select.POLLIN)
         while self.main not in self.ended:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in poll.poll(1000 * LOOK_S)}
+            self.files.look()
             if wake in ready:
                 os.read(wake, 4096)
             self._reap()

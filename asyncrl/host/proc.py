@@ -55,14 +55,15 @@ def _stat(pid: int) -> tuple[int, str] | None:
     return int(parent), state.decode()
 
 
-def _pids() -> list[int]:
+def pids() -> list[int]:
+    """Of every process that /proc shows."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
 def descendants(root: int, exclude: Iterable[int] = ()) -> dict[int, str]:
     """Pid → state letter (`Z`: a zombie) of everything below `root`, without the trees of `exclude`."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for pid in _pids():
+    for pid in pids():
         found = _stat(pid)
         if found is not None:
             children.setdefault(found[0], []).append((pid, found[1]))
@@ -126,7 +127,7 @@ def marked(job: str) -> list[int]:
     mark included, if the host did not set SPT_NOENV for all that it spawns; a process that clears its own is not seen.
     """
     wanted = f"{JOB_MARK}={job}".encode()
-    return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid)]
+    return [pid for pid in pids() if pid != os.getpid() and wanted in _environment(pid)]
 
 
 def _environment(pid: int) -> list[bytes]:
@@ -139,12 +140,12 @@ def _environment(pid: int) -> list[bytes]:
 def end_marked(job: str, patience_s: float, timeout_s: float) -> int:
     """Waits `patience_s` for the processes of `job` to end by themselves, then SIGKILLs them; returns the survivors."""
     start = time.monotonic()
-    while pids := marked(job):
+    while left := marked(job):
         elapsed_s = time.monotonic() - start
         if elapsed_s > patience_s + timeout_s:
-            return len(pids)
+            return len(left)
         if elapsed_s > patience_s:
-            for pid in pids:
+            for pid in left:
                 _kill(pid)
         time.sleep(0.02)
     return 0

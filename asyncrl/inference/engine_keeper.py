@@ -30,7 +30,6 @@ from asyncrl.inference.keeper import Keeper, KeeperSettings
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.processes import first_end, working_processes
 from asyncrl.inference.restarts import RestartHistory
-from asyncrl.inference.scratch import mapped_files, unlink
 from asyncrl.observability.waits import WAITS
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0
 """An engine holds nothing that needs an orderly end; by itself it takes 6 s."""
-SHARED_MEMORY_LOOK_S = 1.0
-"""Pause between two looks at what an engine that starts has in /dev/shm; one takes some 10 ms."""
 HEAD_START_S = 0.1
 """For the router to forget an engine before it is killed: 2 to 70 ms measured."""
 
@@ -58,7 +55,6 @@ class EngineKeeper(Keeper):
         history, policy = RestartHistory(), self.settings.policy
         while True:
             await self._live()
-            unlink(self.engine.shared_memory)
             if not self.wanted:
                 return
             failure = self.engine.failure or EngineError(f"{self.engine.engine_id} ended")
@@ -144,7 +140,6 @@ class EngineKeeper(Keeper):
         self._serving = anyio.CancelScope()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve, pid, self._serving)
-            task_group.start_soon(self._note_shared_memory, pid)
             exited = await host.wait(engine.engine_id)
             task_group.cancel_scope.cancel()
         if not self._unwanted.is_set():
@@ -161,7 +156,6 @@ class EngineKeeper(Keeper):
             except EngineError as error:
                 await self.quarantine(f"{error}. {await last_lines(self._host, self._spec)}")
                 return
-            engine.shared_memory = await anyio.to_thread.run_sync(mapped_files, pid)
             working = await anyio.to_thread.run_sync(working_processes, pid)
             if not engine.frozen:
                 engine.move(EngineState.PENDING_WEIGHTS)
@@ -171,12 +165,6 @@ class EngineKeeper(Keeper):
                 task_group.start_soon(self._watch_processes, working)
                 task_group.start_soon(self._watch_health)
                 await self.settings.catch_up(engine)
-
-    async def _note_shared_memory(self, pid: int) -> None:
-        """Until it generates, which an engine may not live to see: nobody can look once it has ended."""
-        while self.engine.state is EngineState.STARTING:
-            self.engine.shared_memory |= await anyio.to_thread.run_sync(mapped_files, pid)
-            await anyio.sleep(SHARED_MEMORY_LOOK_S)
 
     async def _watch_processes(self, working: dict[int, str]) -> None:
         ended = await first_end(working)

@@ -4,7 +4,7 @@ Invariants
 - What makes the group unable to serve raises EngineError into the task group: an engine that fails at its first start,
   a router that is given up, the last engine given up. Other waiters get the same error from `check`.
 - An engine that is given up, or asked to stop, leaves the others alone.
-- `stop` ends every process and forgets what they left in shared memory, whatever happened before.
+- `stop` ends every process, whatever happened before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from asyncrl.inference.lifecycle import ROUTABLE
 from asyncrl.inference.restarts import RestartPolicy
 from asyncrl.inference.router_keeper import RouterKeeper
 from asyncrl.inference.routing import Routing
-from asyncrl.inference.scratch import unlink
 from asyncrl.inference.shared_gpus import SharedGpus
 from asyncrl.inference.together import end_all
 from asyncrl.observability.events import EventLog
@@ -170,7 +169,6 @@ class EngineGroup:
         try:
             await self._keepers[engine.engine_id].stop()
         finally:
-            unlink(engine.shared_memory)
             self._notify()
 
     async def retire_engine(self, engine: ManagedEngine) -> None:

@@ -1,7 +1,7 @@
-"""What engines leave on disk, and how it goes with them: sockets, temporary files, shared memory.
+"""What engines leave on disk, and how it goes with them: sockets and temporary files.
 
 An engine that is ended by a signal unlinks nothing. Its sockets and temporary files therefore go into the run's own
-scratch directory; its load table and semaphores in /dev/shm (on GPUs more than that) are looked up while it lives.
+scratch directory. (What is left in /dev/shm goes with the process tree: host/shared_memory.py.)
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import psutil
-
-SHARED_MEMORY = "/dev/shm/"
 _LONGEST_SOCKET_PATH = 107
 _SOCKET_NAME = "/tmp12345678"
 
@@ -36,28 +33,3 @@ class Scratch:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def mapped_files(pid: int) -> frozenset[Path]:
-    """Files in /dev/shm that process `pid` or a descendant has mapped now; empty where it has ended."""
-    try:
-        process = psutil.Process(pid)
-        tree = [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return frozenset()
-    return frozenset(path for member in tree for path in _mapped_by(member.pid))
-
-
-def _mapped_by(pid: int) -> list[Path]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # it ended in between
-        return []
-    names = [line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line]
-    return [Path(name) for name in names if not name.endswith("(deleted)")]
-
-
-def unlink(files: frozenset[Path]) -> None:
-    """Removes what is still there. Only for files whose processes have all ended."""
-    for path in files:
-        path.unlink(missing_ok=True)

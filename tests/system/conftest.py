@@ -21,9 +21,10 @@ from asyncrl.config.layout import ProcessLayout, plan_layout
 from asyncrl.config.machine import Machine
 from asyncrl.data.fleet import EngineState, UpdateAck
 from asyncrl.host import EngineHost
+from asyncrl.host.proc import descendants
+from asyncrl.host.shared_memory import mapped_by
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.engine_api import EngineClient
-from asyncrl.inference.scratch import mapped_files
 from asyncrl.inference.verify import Checksums
 from asyncrl.observability.events import EventLog
 from tests.tiny_model import write_tiny_qwen3
@@ -119,7 +120,7 @@ async def started_fleet(
                 shared.loaded = await controller.check_weights("checksum")
                 yield shared
             finally:
-                files = mapped_files(host.pid)
+                files = [Path("/dev/shm") / name for name in mapped_by(descendants(host.pid))]
                 await controller.dispose()
     events.close()
     assert files, "the engine's shared memory was not found, so its end cannot be seen"
