@@ -138,7 +138,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
             "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
             f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
         )
-    copies = make_copies(job.config, engines=len(job.layout.engines) + len(job.layout.external))
+    copies = make_copies(job.config)
     if copies is not None:
         job.disposal.push_async_callback(anyio.to_thread.run_sync, copies.remove)
     trainer = TrainGroup(

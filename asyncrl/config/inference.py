@@ -185,9 +185,10 @@ class WeightsConfig(Section):
     sent. abort: begin again."""
 
     keep_published: Literal["auto", "always", "never"] = "auto"
-    """Keep a copy of the published weights for engines that join later (a restarted engine serves again without waiting
-    for the next publication). auto: where there is a single engine or the weights are below 2 GiB. The copy is written
-    while engines are paused."""
+    """Keep a copy of the published weights for engines that join later: a restarted engine serves again without waiting
+    for the next publication. auto: where the disk has room for it and for as much again; always: whatever room there
+    is. Up to 2 GiB it is written beside the transfer. More is exported a second time for it, before engines are paused:
+    they go on meanwhile, the trainer does not. A disk that takes longer than 10 s per GB for that is given up."""
 
     directory: Path | None = None
     """Where that copy and the files of the disk transport lie; none: weights/ in the run directory. On a tmpfs such as

@@ -112,6 +112,8 @@ class UpdateLease:
     deadline: float
     """Monotonic time (anyio.current_time) after which the controller takes the engines back."""
     engines: tuple[EngineEndpoint, ...]
+    settle_s: float
+    """Longest that the controller takes to commit the lease, or to take the engines back: it goes by their weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class CatchUp:
     async def _load(self, engine: ManagedEngine, published: Published) -> bool:
         """False: it could not, and newer weights or its own end are the next thing to look at."""
         engine.move(EngineState.UPDATING, f"catching up with weights {published.version}")
+        engine.lose_weights()
         client, load_s = engine.client, self._updates.deadlines.load_s
         try:
             await client.set_version(f"torn:{published.version}")

@@ -71,6 +71,8 @@ class InferenceController:
         self._models = FrozenModels(config, layout, self._builder, host=host, events=events)
         self._eval_fleet = EvalFleet(config, layout, self._builder, host=host, copies=self._copies, events=events)
         self._parts: ActorParts | None = None
+        self._answered = False
+        """Whether a generation ever came through the router."""
 
     # start and end
 
@@ -126,9 +128,9 @@ class InferenceController:
     # what the loop asks
 
     async def prepare_rollout(self, rollout_id: int) -> None:
-        """Returns when some engine serves; raises EngineError where none will.
+        """Returns when some engine serves (the first time: has answered through the router).
 
-        Waits for engines that are being started again.
+        Waits for engines that are being started again; raises EngineError where none will serve.
         """
         await self._require_serving(f"rollout {rollout_id}")
 
@@ -198,9 +200,9 @@ class InferenceController:
         """Makes the engines that acknowledged serve the lease's version; others of the lease are killed.
 
         `directory` holds a copy of these weights (safetensors, Hugging Face names) until the next commit; engines that
-        join later load it. Returns when they generate again, are known to the router, and (the first time) have
-        answered through it. Raises WeightUpdateError when the weights did not arrive; the lease has ended then and
-        nothing is paused.
+        join later load it. Returns when they generate again and the router knows them; those that it refuses are
+        started again. Raises WeightUpdateError when the weights did not arrive; the lease has ended then and nothing
+        is paused.
         """
         await self._started.updates.commit(lease_id, acks, directory)
 
@@ -318,7 +320,11 @@ class InferenceController:
             raise EngineError(
                 f"no engine can serve {purpose} before weights were published: {self._started.actor.states()}"
             )
-        await self._started.actor.wait_serving(purpose)
+        actor = self._started.actor
+        await actor.wait_serving(purpose)
+        if not self._answered:
+            await actor.routing.probe(self._published_version)
+            self._answered = True
 
     def _pause_health(self, paused: bool) -> None:
         self._eval_fleet.health_paused = paused

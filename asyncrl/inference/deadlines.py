@@ -22,6 +22,9 @@ TAKE_BACK_S = 3.0
 """For an engine that is to give up an update, beside what its weights take; one that takes longer is killed."""
 MOVE_S = 60.0
 """Release or return of memory, beside what weights take that go to host memory; never measured on a GPU."""
+SETTLE_S = 180.0
+"""Beside the steps of a commit: two tries to register an engine with a router that stands still, and engines that are
+killed. Nobody stands still for it any more."""
 LOAD_S = 300.0
 LOAD_S_PER_GB = 20.0
 """Of a slow network disk. Nobody stands still for it."""
@@ -79,6 +82,10 @@ class Deadlines:
     def commit_s(self, *, verify: bool) -> float:
         """From the end of the transfer to the last engine that goes on."""
         return self.walk_s + (self.walk_s if verify else 0.0) + 2 * self.step_s
+
+    def settle_s(self, *, verify: bool) -> float:
+        """From the end of the transfer until the fleet has the engines back, whatever becomes of the update."""
+        return self.commit_s(verify=verify) + self.take_back_s + SETTLE_S
 
     @property
     def _share_s(self) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import anyio
@@ -62,9 +61,8 @@ class ManagedEngine:
         self.baseline: Checksums | None = None
         """Checksums of the random numbers that stand where the first publication must arrive."""
         self.proved = False
-        """Whether this process took a publication before it released its weights: it knows their names."""
-        self.shared_memory: frozenset[Path] = frozenset()
-        """Files in /dev/shm that go with it."""
+        """Whether this process took a publication before it released its weights, and nothing was torn since: it knows
+        their names."""
         self.reads_copies = True
         """Whether it can load a copy of the published weights from where the job keeps it."""
         self.refused: Published | None = None
@@ -89,12 +87,16 @@ class ManagedEngine:
     def status(self) -> EngineStatus:
         return EngineStatus(self.endpoint, self.state, self.version, self.model)
 
+    def lose_weights(self) -> None:
+        """Its weights may be torn: the next that it takes are proved, whatever it took before."""
+        self.version, self.proved = None, False
+
     def renew(self) -> None:
         """A new process is about to bear this id: a new generation, which holds no weights of the run."""
         self.endpoint = replace(self.endpoint, generation=self.endpoint.generation + 1)
         self.version, self.baseline, self.failure = None, None, None
         self.routed = self.leaving = self.proved = False
-        self.offloaded, self.shared_memory = frozenset(), frozenset()
+        self.offloaded = frozenset()
         self.move(EngineState.STARTING)
 
     def move(self, to: EngineState, reason: str | None = None) -> None:

@@ -44,8 +44,9 @@ class LeaseBook:
         paused_at: float,
         now: float,
         duration_s: float,
+        settle_s: float,
     ) -> UpdateLease:
-        self._open = UpdateLease(lease_id, version, paused_at, now + duration_s, tuple(engines))
+        self._open = UpdateLease(lease_id, version, paused_at, now + duration_s, tuple(engines), settle_s)
         return self._open
 
     def claim(self, lease_id: str) -> UpdateLease:

@@ -6,7 +6,8 @@ Invariants
 - Whatever raises or is cancelled: the lease has ended, and no engine is left paused. An engine whose weights may be
   torn is out of the router and waits for the next publication; one that does not answer is killed.
 - An engine that hangs holds the others up for a bounded time (`deadlines`), whatever the step.
-- An engine is registered with the router only here, and only once it serves the published version.
+- An engine is registered with the router only here, and only once it serves the published version. A router that
+  refuses it undoes no commit: the engine is started again, a bounded number of times, catches up and is registered.
 - A lease that passes its deadline is taken back.
 """
 
@@ -21,7 +22,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config.inference import WeightsConfig
 from asyncrl.data.fleet import EngineState, UpdateAck, UpdateLease
-from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
+from asyncrl.errors import EnginesLostError, WeightUpdateError
 from asyncrl.inference.copies_in_use import Published
 from asyncrl.inference.deadlines import Deadlines
 from asyncrl.inference.engine import ManagedEngine
@@ -160,6 +161,7 @@ class WeightUpdates:
                 paused_at=self._paused_at,
                 now=now,
                 duration_s=self._config.lease_timeout_s,
+                settle_s=self.deadlines.settle_s(verify=self._config.verify != "never"),
             )
             self._expiry = anyio.CancelScope()
             self._task_group.start_soon(self._expire, lease, self._expiry)
@@ -179,7 +181,7 @@ class WeightUpdates:
         `directory` holds a copy of the weights for engines that join later.
 
         Raises WeightUpdateError when no engine is left, or when the weights did not arrive as sent. The lease has
-        ended either way.
+        ended either way. What is committed stays so: an engine that the router refuses is quarantined, even the last.
         """
         async with self._lock:
             lease = self._book.claim(lease_id)
@@ -207,7 +209,7 @@ class WeightUpdates:
                 await self._give_up(lease, leased.values(), reason_of(error))
                 raise
             # From here on the update is committed, whatever happens to the router.
-            first, self.published = self.published is None, Published(lease.version, directory)
+            self.published = Published(lease.version, directory)
             self._end(lease_id, f"was committed as {lease.version}")
             for engine in engines:
                 engine.version = lease.version
@@ -226,8 +228,6 @@ class WeightUpdates:
             )
             self.signal_end()
             await self._route(engines)
-            if first and any(engine.state is EngineState.SERVING for engine in engines):
-                await self._routing.probe(lease.version)
 
     async def abort(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         """Takes the engines back; those in `failed` are quarantined. Nothing to do for a lease that has ended.
@@ -275,17 +275,14 @@ class WeightUpdates:
         return True
 
     async def _route(self, engines: Sequence[ManagedEngine]) -> None:
-        """Registers those that the router does not know; raises EngineError if it takes none.
+        """Registers those that the router does not know; one that it refuses is quarantined, and started again.
 
         One whose memory is still away is paused: requests wait in it until it has all of it back.
         """
         states = (EngineState.SERVING, EngineState.OFFLOADED)
         new = [engine for engine in engines if not engine.routed and engine.state in states]
         members = _members(new)
-        failed = await on_each(new, self._routing.add)
-        await self._drop(failed, members)
-        if failed and not any(engine.routed for engine in self._engines):
-            raise EngineError(f"the router took no engine: {_told(failed)}")
+        await self._drop(await on_each(new, self._routing.add), members)
 
     async def _narrow(
         self,
@@ -345,7 +342,7 @@ class WeightUpdates:
                 await close_session(engine, restored=engine.version if keep else None, deadlines=self.deadlines)
             if engine.state is EngineState.UPDATING:
                 if not keep:
-                    engine.version = None
+                    engine.lose_weights()
                 serves = EngineState.SERVING if keep else EngineState.PENDING_WEIGHTS
                 engine.move(EngineState.OFFLOADED if engine.offloaded else serves, reason)
 

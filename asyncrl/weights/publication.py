@@ -24,7 +24,8 @@ from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
 from asyncrl.errors import EnginesLostError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
-from asyncrl.weights.copies import Copies, CopyingSource
+from asyncrl.weights.copies import Copies, CopyingSource, write_ahead
+from asyncrl.weights.copy_writer import CopyWriter
 from asyncrl.weights.events import WeightsPublished, WeightTransferFailed, WeightUpdateFailed
 from asyncrl.weights.shielding import finish_despite_cancellation
 from asyncrl.weights.transfer import EngineFailure, FailureKind, TransferResult, Transport, WeightSource
@@ -114,7 +115,6 @@ async def publish(
     events: EventLog,
     copies: Copies | None = None,
     begin_timeout_s: float = 1200.0,
-    commit_timeout_s: float = 600.0,
     cleanup_timeout_s: float = 10.0,
     idle_timeout_s: float = 1800.0,
     abandon_timeout_s: float = 180.0,
@@ -129,8 +129,8 @@ async def publish(
         copies: keeps a copy for engines that join later, where the transport leaves none by itself.
         begin_timeout_s: longest wait until engines that are being started again can take part, and every one is
             paused and has a session.
-        commit_timeout_s: longest wait for session ends, verification and stamps.
-        cleanup_timeout_s: bound of the clean-up after a failure or cancellation.
+        cleanup_timeout_s: how long a cancelled commit may go on, and the end of a transfer take after a failure. For
+            all that the fleet itself does, the lease says how long that may take.
         idle_timeout_s: longest wait until the trainer thread is free, before anything is paused.
         abandon_timeout_s: longest wait until a failed transfer has let go of its engines, before it is repeated.
         reserve_timeout_s: longest wait for room on the disk for a copy, before anything is paused; then there is none.
@@ -143,7 +143,6 @@ async def publish(
     """
     timeouts = _Timeouts(
         begin_timeout_s,
-        commit_timeout_s,
         cleanup_timeout_s,
         idle_timeout_s,
         abandon_timeout_s,
@@ -164,7 +163,6 @@ class _Timeouts:
     """In seconds; see `publish`."""
 
     begin: float
-    commit: float
     cleanup: float
     idle: float
     abandon: float
@@ -185,23 +183,25 @@ async def _transact(
     """One transaction from the lease to its commit."""
     started = anyio.current_time()
     try:
-        writer = None if copies is None or transport.leaves_copy else copies.writer(source.tensor_specs)
-        if copies is not None and writer is not None:
-            writer = await copies.at_disk("room for a copy of the weights", writer.reserve, timeouts.reserve)
+        writer = None if copies is None or transport.leaves_copy else await _prepare(copies, fleet, source, timeouts)
         # Engines are not paused while the trainer is still busy with something else.
         await source.call(_nothing, what="turn for the weight export", timeout_s=timeouts.idle)
+        directory: Path | None = None
+        if copies is not None and writer is not None and writer.ahead:
+            await write_ahead(source, writer)
+            directory = await _name(copies, writer, version, fleet, timeouts)
         with waiting("pause and update session", "engines", timeouts.begin):
             lease = await fleet.begin_weight_update(version)
         progress = _Progress(lease.engines)
         try:
-            exported = source if writer is None else CopyingSource(source, writer)
+            exported = source if writer is None or writer.ahead else CopyingSource(source, writer)
             await _transfer(fleet, exported, transport, version, attempts, events, progress, timeouts.abandon)
-            directory = transport.copy
-            if copies is not None and writer is not None:
-                name = partial(copies.publish, writer, version, fleet.copies_in_use())
-                directory = await copies.at_disk("name of the copy of the weights", name, timeouts.copy)
+            if transport.leaves_copy:
+                directory = transport.copy
+            elif copies is not None and writer is not None and not writer.ahead:
+                directory = await _name(copies, writer, version, fleet, timeouts)
             acks = [UpdateAck(e.engine_id, e.generation) for e in progress.complete]
-            with waiting("commit of the weights", "engines", timeouts.commit):
+            with waiting("commit of the weights", "engines", lease.settle_s):
                 # Finishing is the shortest way to a fleet that serves, so a cancellation waits for it, within bounds.
                 await finish_despite_cancellation(
                     lambda: fleet.commit_weight_update(lease.lease_id, acks, directory), grace_s=timeouts.cleanup
@@ -238,6 +238,21 @@ async def _transact(
         )
     )
     return report
+
+
+async def _prepare(copies: Copies, fleet: Fleet, source: WeightSource, timeouts: _Timeouts) -> CopyWriter | None:
+    """A writer that has room for a copy; None where there is to be none."""
+    writer = copies.writer(source.tensor_specs)
+    if writer is None:
+        return None
+    prepare = partial(copies.prepare, writer, fleet.copies_in_use())
+    return await copies.at_disk("room for a copy of the weights", prepare, timeouts.reserve)
+
+
+async def _name(copies: Copies, writer: CopyWriter, version: str, fleet: Fleet, timeouts: _Timeouts) -> Path | None:
+    """The directory of the copy; None where it is not complete."""
+    name = partial(copies.publish, writer, version, fleet.copies_in_use())
+    return await copies.at_disk("name of the copy of the weights", name, timeouts.copy)
 
 
 @dataclass(slots=True)
@@ -314,7 +329,7 @@ async def _hand_back(
         except Exception as error:
             _log.error("the transport could not leave the transfer", error=repr(error))
         try:
-            with waiting("abort of the weight update", "engines", timeout_s):
+            with waiting("abort of the weight update", "engines", max(timeout_s, lease.settle_s)):
                 await fleet.abort_weight_update(lease.lease_id, gone, untouched=not progress.touched)
         except Exception as error:
             _log.error("the fleet could not take its engines back", error=repr(error))

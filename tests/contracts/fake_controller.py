@@ -167,7 +167,7 @@ class FakeController:
             engine.move(EngineState.UPDATING)
         now = anyio.current_time()
         endpoints = [engine.endpoint for engine in engines]
-        return self._book.grant(lease_id, version, endpoints, paused_at=now, now=now, duration_s=60.0)
+        return self._book.grant(lease_id, version, endpoints, paused_at=now, now=now, duration_s=60.0, settle_s=60.0)
 
     async def commit_weight_update(
         self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import WeightUpdateError
 from asyncrl.inference import copies_in_use
+from asyncrl.weights.copies import Copies
 from tests.inference.conftest import StartFleet, cpu_layout, eventually
 from tests.inference.test_models import beside
 from tests.inference.transaction_rig import holds, rig, tensors_of
@@ -25,13 +26,18 @@ pytestmark = pytest.mark.anyio
 KEPT = pytest.mark.parametrize("kept", ["disk", "copies"])
 
 
+def by(kept: str, tmp_path: Path) -> dict[str, Any]:
+    """What keeps weights in the directory of that name: the transport, or copies beside it."""
+    return {"disk": tmp_path / kept} if kept == "disk" else {"copies": Copies(tmp_path / kept)}
+
+
 @KEPT
 async def test_an_engine_that_evaluates_reads_what_it_was_pinned_to_however_many_publications_later(
     start_fleet: StartFleet, tmp_path: Path, kept: str
 ) -> None:
     evaluator, router = ScriptedEngine(tensors_of("base")), ScriptedRouter()
     settings: dict[str, Any] = {
-        kept: tmp_path / kept,
+        **by(kept, tmp_path),
         "servers": {"eval-0": evaluator, "router-eval": router},
         "layout": replace(cpu_layout(1), beside={"eval": beside("eval", 1)}),
         "eval": {"fleet": {"num_engines": 1}},
@@ -58,7 +64,7 @@ async def test_an_engine_that_evaluates_reads_what_it_was_pinned_to_however_many
 async def test_an_engine_that_is_slow_to_catch_up_reads_one_copy_to_its_end(
     start_fleet: StartFleet, tmp_path: Path, kept: str
 ) -> None:
-    async with rig(start_fleet, engines=2, restarts=3, **{kept: tmp_path / kept}) as it:  # type: ignore[arg-type]
+    async with rig(start_fleet, engines=2, restarts=3, **by(kept, tmp_path)) as it:
         await it.publish("0.0")
         read: list[bool] = []
 
@@ -91,7 +97,7 @@ async def test_a_publication_that_fails_leaves_the_published_files_as_they_are(
 async def test_a_copy_that_somebody_removed_costs_no_engine_its_restarts(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
-    async with rig(start_fleet, engines=1, copies=tmp_path / "copies", restarts=1) as it:
+    async with rig(start_fleet, engines=1, copies=Copies(tmp_path / "copies"), restarts=1) as it:
         await it.publish("0.0")
         shutil.rmtree(tmp_path / "copies")
         await it.fleet.host.kill("engine-0")
@@ -107,7 +113,7 @@ async def test_a_copy_that_somebody_removed_costs_no_engine_its_restarts(
 async def test_a_copy_that_cannot_be_loaded_costs_no_engine_its_restarts(
     start_fleet: StartFleet, tmp_path: Path, how: str
 ) -> None:
-    async with rig(start_fleet, engines=2, copies=tmp_path / "copies", restarts=1) as it:
+    async with rig(start_fleet, engines=2, copies=Copies(tmp_path / "copies"), restarts=1) as it:
         await it.publish("0.0")
         (copy,) = it.fleet.controller.copies_in_use()
         if how == "damaged":
@@ -130,7 +136,7 @@ async def test_a_copy_that_cannot_be_loaded_costs_no_engine_its_restarts(
 async def test_a_disk_that_does_not_answer_keeps_an_engine_from_its_copy_and_nobody_else_from_anything(
     start_fleet: StartFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig(start_fleet, engines=2, copies=tmp_path / "copies", restarts=1) as it:
+    async with rig(start_fleet, engines=2, copies=Copies(tmp_path / "copies"), restarts=1) as it:
         await it.publish("0.0")
         monkeypatch.setattr(copies_in_use, "LOOK_TIMEOUT_S", 0.3)
         exists, answers = Path.exists, threading.Event()

@@ -10,7 +10,7 @@ ENGINES = tuple(EngineEndpoint(f"engine-{i}", i, f"http://e{i}", 1) for i in ran
 
 
 def granted(book: LeaseBook, version: str = "0.1", now: float = 100.0):
-    return book.grant(book.next_id(version), version, ENGINES, paused_at=now, now=now, duration_s=60.0)
+    return book.grant(book.next_id(version), version, ENGINES, paused_at=now, now=now, duration_s=60.0, settle_s=60.0)
 
 
 def test_only_one_lease_is_open_at_a_time() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from asyncrl.errors import EngineError, EnginesLostError
+from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
 from asyncrl.host import ProcessExit
 from asyncrl.inference import engine_api
 from asyncrl.inference.deadlines import Deadlines
@@ -78,6 +78,26 @@ async def test_weights_that_were_released_are_served_by_nobody_before_they_are_t
         await publish(fleet, "0.0", None)
         assert serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0")
         assert fleet.engines[0].calls.count("weights_checker") == checks, "its tensor names were proved before"
+
+
+@pytest.mark.parametrize("torn", ["by a publication", "by a copy"])
+async def test_weights_that_were_torn_are_proved_again_however_often_memory_was_away(
+    start_fleet: StartFleet, tmp_path: Path, torn: str
+) -> None:
+    async with start_fleet(1, colocated=True) as fleet:
+        await publish(fleet, "0.0", tmp_path if torn == "by a copy" else None)
+        await fleet.controller.offload()
+        fleet.engines[0].script(refuse("update_weights_from_disk"))
+        await fleet.controller.onload()
+        if torn == "by a copy":
+            await eventually(lambda: fleet.engines[0].faults.happened != [])
+            await eventually(lambda: fleet.states() == ["pending_weights"])
+        else:
+            lease = await fleet.controller.begin_weight_update("0.1")
+            await fleet.controller.abort_weight_update(lease.lease_id, {})
+        lease = await fleet.controller.begin_weight_update("0.2")
+        with pytest.raises(WeightUpdateError, match="took the update but ignored embed, layer"):
+            await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))  # nothing was sent
 
 
 async def test_what_an_engine_keeps_while_only_its_cache_is_away_it_serves_again(start_fleet: StartFleet) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.inference import deadlines as bounds
 from asyncrl.inference.deadlines import Deadlines
+from asyncrl.inference.router import WORKER_TIMEOUT_S
 from tests.inference.conftest import Fleet, StartFleet, eventually
 from tests.inference.fast_clock import FAST_BACKEND
 from tests.inference.test_recovery import publish, serves
@@ -158,6 +159,18 @@ def test_the_longest_pause_beside_the_transfer_follows_from_the_size_of_the_weig
     deadlines = Deadlines(size_bytes, ranks)
     assert deadlines.begin_s(baseline=False) + deadlines.commit_s(verify=True) == pytest.approx(pause_s)
     assert deadlines.begin_s(baseline=True) > deadlines.begin_s(baseline=False)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 60 * GB, 140 * GB])
+async def test_a_lease_says_how_long_its_end_may_take_and_that_is_longer_than_all_steps_at_their_bound(
+    start_fleet: StartFleet, tmp_path: Path, size_bytes: int
+) -> None:
+    async with start_fleet(1) as fleet:
+        await publish(fleet, "0.0", None)
+        deadlines = fleet.controller._started.updates.deadlines = Deadlines(size_bytes)
+        lease = await fleet.controller.begin_weight_update("0.1")
+        await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
+    assert lease.settle_s >= deadlines.commit_s(verify=True) + deadlines.take_back_s + 2 * WORKER_TIMEOUT_S
 
 
 def test_the_size_of_a_model_is_that_of_its_weight_files(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
-from asyncrl.inference import engine_keeper
 from tests.inference.conftest import Fleet, StartFleet, dispose_within, eventually
 from tests.inference.test_updates import acks, deliver, tensors_of
 from tests.scripted import die, freeze, instead
@@ -317,6 +316,7 @@ async def test_the_first_publication_outlives_the_death_of_the_router(
         deliver(fleet, "0.0")
         await fleet.host.signal("router", signal.SIGKILL)
         await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
+        await fleet.controller.prepare_rollout(0)
         assert serves(fleet, 0, "0.0")
     assert fleet.failures == []
 
@@ -345,16 +345,3 @@ async def test_a_router_that_answers_nonsense_is_told_in_one_message(start_fleet
         router = fleet.controller._started.actor.routing.router
         with pytest.raises(EngineError, match="router: GET /workers: "):
             await router.workers()
-
-
-async def test_what_an_engine_left_in_shared_memory_goes_although_it_never_generated(
-    start_fleet: StartFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = tmp_path / "load-table"
-    left.touch()
-    monkeypatch.setattr(engine_keeper, "mapped_files", lambda pid: frozenset({left}))
-    async with start_fleet(1, prepare=lambda fleet: fleet.engines[0].script(hang("generate"))) as fleet:
-        await eventually(lambda: "generate" in fleet.engines[0].calls)
-        await fleet.host.kill("engine-0")
-        await eventually(lambda: not left.exists())
-    assert [type(failure) for failure in fleet.failures] == [EngineError]

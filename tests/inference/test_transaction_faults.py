@@ -8,7 +8,6 @@ hit serves the new ones, and the next publication succeeds; all within a bound.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import time
 from collections.abc import Callable
@@ -17,17 +16,22 @@ from pathlib import Path
 import anyio
 import pytest
 
-from asyncrl.errors import TrainerError, WeightUpdateError
+from asyncrl.errors import WeightUpdateError
 from asyncrl.weights.transports.process_group import TransferGroup
-from tests.inference.conftest import StartFleet, eventually
-from tests.inference.transaction_rig import TRANSFER_S, Rig, rig, shorten_deadlines
-from tests.scripted import Fault, die, freeze, hang, instead, refuse
-from tests.scripted.server import ScriptedServer
+from tests.inference.conftest import StartFleet
+from tests.inference.transaction_rig import (
+    BOUND_S,
+    ENGINE_FAULTS,
+    TRANSFER_S,
+    cancel_at,
+    check_after,
+    fail_one_engine,
+    rig,
+    shorten_deadlines,
+)
+from tests.scripted import Fault, die, hang, instead, refuse
 
 pytestmark = pytest.mark.anyio
-
-BOUND_S = 8.0
-"""For the publication that is hit: two transfers and a take-back, each with its waits in a row."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,77 +67,6 @@ FIRST_STEPS: dict[str, tuple[str, int]] = {
 }
 """The same for the first publication: what only it does, and one step of each other kind."""
 
-LAST_TENSOR = {"first bucket": 2, "middle bucket": 3, "last bucket": 6}
-"""Step → number of the exported tensor that completes its bucket."""
-
-DISK_STEPS: dict[str, tuple[str, int]] = {
-    "begin session": STEPS["begin session"],
-    "load": ("update_weights_from_disk", 1),
-    "end session": STEPS["end session"],
-    "continue": STEPS["continue"],
-}
-
-ENGINE_FAULTS: dict[str, Callable[..., Fault]] = {
-    "dies": die,
-    "hangs": freeze,
-    "answers 400": functools.partial(refuse, status=400),
-    "answers 500": functools.partial(refuse, status=500),
-}
-"""All of engine-1. A hang is that of a scheduler: the HTTP server lives and keeps the locks that the call took."""
-
-
-async def check_after(rig: Rig, version: str) -> None:
-    """Nothing is left of the publication that was hit, and the next one succeeds."""
-    # One that ended by itself is taken from the router by its keeper, beside the publication.
-    await eventually(lambda: not any(complaint.endswith("dead and routed") for complaint in rig.complaints()), 1.5)
-    assert rig.complaints() == []
-    assert rig.fleet.controller.statistics().open_lease is None
-    for engine in rig.fleet.engines:
-        engine.faults.clear()
-    rig.fleet.router.faults.clear()
-    rig.source.before_tensor = None
-    with anyio.fail_after(BOUND_S):
-        report = await rig.publish(version)
-    assert rig.complaints() == []
-    assert report.engines
-    assert all(rig.serves(int(engine_id[-1]), version) for engine_id in report.engines)
-
-
-async def fail_one_engine(rig: Rig, version: str, fault: Fault) -> None:
-    """Publishes `version` while engine-1 fails; engine-0 must not notice."""
-    rig.fleet.engines[1].script(fault)
-    with anyio.fail_after(BOUND_S):
-        await rig.publish(version)
-    assert rig.fleet.engines[1].faults.happened, "the step was never reached"
-    assert rig.serves(0, version)
-    await check_after(rig, version + " again")
-
-
-async def cancel_at(rig: Rig, version: str, endpoint: str, nth: int = 1, server: ScriptedServer | None = None) -> None:
-    """Cancels the publishing task as engine-1 (or `server`) begins to answer."""
-    scope = anyio.CancelScope()
-
-    async def cancel() -> None:
-        scope.cancel()
-
-    (server or rig.fleet.engines[1]).faults.add(instead(endpoint, cancel, nth=nth))
-    with anyio.fail_after(BOUND_S), scope:
-        await rig.publish(version)
-    assert scope.cancelled_caught
-    await check_after(rig, version + " again")
-
-
-async def fail_trainer(rig: Rig, version: str, at_tensor: int) -> None:
-    """The trainer raises in its export, before the tensor of that number."""
-
-    def fail(number: int) -> None:
-        if number == at_tensor:
-            raise TrainerError("trainer rank 1: out of memory")
-
-    rig.source.before_tensor = fail
-    with anyio.fail_after(BOUND_S), pytest.raises((TrainerError, WeightUpdateError), match="out of memory"):
-        await rig.publish(version)
-
 
 @pytest.mark.parametrize("what", ENGINE_FAULTS)
 @pytest.mark.parametrize("step", STEPS)
@@ -152,17 +85,6 @@ async def test_an_engine_fails_in_the_first_publication(start_fleet: StartFleet,
     endpoint, nth = FIRST_STEPS[step]
     async with rig(start_fleet) as r:
         await fail_one_engine(r, "0.0", ENGINE_FAULTS[what](endpoint, nth=nth))
-
-
-@pytest.mark.parametrize("what", ["dies", "hangs", "answers 400"])
-@pytest.mark.parametrize("step", DISK_STEPS)
-async def test_an_engine_fails_with_the_disk_transport(
-    start_fleet: StartFleet, tmp_path: Path, step: str, what: str
-) -> None:
-    endpoint, nth = DISK_STEPS[step]
-    async with rig(start_fleet, disk=tmp_path / "weights") as r:
-        await r.publish("0.0")
-        await fail_one_engine(r, "0.1", ENGINE_FAULTS[what](endpoint, nth=nth))
 
 
 @pytest.mark.parametrize("step", ["begin session", "last bucket", "end session", "continue"])
@@ -203,29 +125,6 @@ async def test_the_publication_is_cancelled(start_fleet: StartFleet, step: str) 
 async def test_the_first_publication_is_cancelled(start_fleet: StartFleet, step: str) -> None:
     async with rig(start_fleet) as r:
         await cancel_at(r, "0.0", *FIRST_STEPS[step])
-
-
-async def test_a_load_from_disk_is_cancelled(start_fleet: StartFleet, tmp_path: Path) -> None:
-    async with rig(start_fleet, disk=tmp_path / "weights") as r:
-        await r.publish("0.0")
-        await cancel_at(r, "0.1", *DISK_STEPS["load"])
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first publication"])
-@pytest.mark.parametrize("step", LAST_TENSOR)
-async def test_the_trainer_raises_in_its_export(start_fleet: StartFleet, step: str, first: bool) -> None:
-    async with rig(start_fleet) as r:
-        if not first:
-            await r.publish("0.0")
-        await fail_trainer(r, "0.1", LAST_TENSOR[step])
-        await check_after(r, "0.1 again")
-
-
-async def test_the_trainer_raises_while_it_writes_to_disk(start_fleet: StartFleet, tmp_path: Path) -> None:
-    async with rig(start_fleet, disk=tmp_path / "weights") as r:
-        await r.publish("0.0")
-        await fail_trainer(r, "0.1", LAST_TENSOR["middle bucket"])
-        await check_after(r, "0.1 again")
 
 
 async def test_a_disk_that_cannot_be_written_leaves_the_old_version_serving(

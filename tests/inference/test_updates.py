@@ -87,18 +87,22 @@ async def test_running_requests_are_paused_as_configured(start_fleet: StartFleet
         assert_nothing_paused_or_torn(fleet)
 
 
-async def test_the_first_publication_is_probed_through_the_router(
+async def test_the_first_rollout_is_preceded_by_an_answer_through_the_router(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient = Routing.probe
     monkeypatch.setattr(Routing, "probe", lambda routing, version: patient(routing, version, 0.2))
     async with start_fleet(1) as fleet:
         await fleet.controller.wait_ready()
-        fleet.router.faults.add(refuse("generate", 503, times=None))
-        lease = await fleet.controller.begin_weight_update("0.0")
-        deliver(fleet, "0.0")
+        fault = refuse("generate", 503, times=None)
+        fleet.router.faults.add(fault)
+        await publish(fleet, "0.0")
         with pytest.raises(EngineError, match="router: no generation: HTTP 503"):
-            await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
+            await fleet.controller.prepare_rollout(0)
+        fleet.router.faults.clear()
+        for rollout_id in (0, 1):
+            await fleet.controller.prepare_rollout(rollout_id)
+        assert fleet.router.calls.count("generate") == 1 + fleet.router.faults.happened.count(fault)
 
 
 async def test_tensors_that_an_engine_silently_ignored_are_named_on_the_first_publication(

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.data.fleet import EngineState
+from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.inference import deadlines, engine_api
 from asyncrl.inference import router as router_client
 from asyncrl.inference.engine_api import EngineClient
@@ -30,8 +33,9 @@ from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.disk import DiskTransport
-from tests.inference.conftest import Fleet, StartFleet
-from tests.scripted import Latency, ScriptedEngine
+from asyncrl.weights.transports.tensor import TensorTransport
+from tests.inference.conftest import Fleet, StartFleet, eventually
+from tests.scripted import Fault, Latency, ScriptedEngine, die, freeze, instead, refuse
 from tests.scripted.server import ScriptedServer
 from tests.weights.fakes import ThreadSource
 
@@ -39,6 +43,8 @@ CALL_S = 1.2
 """Longest control call here; measured under 10 ms, and 0.7 s on two cores that were both overbooked."""
 TRANSFER_S = 0.7
 BUCKET_BYTES = 3 * 1024
+BOUND_S = 8.0
+"""For the publication that is hit: two transfers and a take-back, each with its waits in a row."""
 
 
 def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +92,6 @@ class Rig:
             events=self.fleet.events,
             copies=self.copies,
             begin_timeout_s=5.0,
-            commit_timeout_s=5.0,
             cleanup_timeout_s=2.0,
             idle_timeout_s=5.0,
             abandon_timeout_s=5.0,
@@ -131,7 +136,8 @@ async def rig(
     *,
     engines: int = 2,
     disk: Path | None = None,
-    copies: Path | None = None,
+    handover: bool = False,
+    copies: Copies | None = None,
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
@@ -139,7 +145,7 @@ async def rig(
     servers: Mapping[str, ScriptedServer] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """A fleet that has booted. `disk` and `copies`: directories of the disk transport and of kept copies.
+    """A fleet that has booted. `disk`: directory of the disk transport. `handover`: same-host tensor handover.
 
     `servers`: what is started under names beside those of the fleet.
     """
@@ -158,6 +164,8 @@ async def rig(
     transport: Transport = BroadcastTransport(EngineClient.open, backend="gloo", **options)
     if disk is not None:
         transport = DiskTransport(EngineClient.open, directory=disk, **options)
+    if handover:
+        transport = TensorTransport(EngineClient.open, **options)
     try:
         async with start_fleet(
             engines,
@@ -168,9 +176,88 @@ async def rig(
             **settings,
         ) as fleet:
             await fleet.controller.wait_ready()
-            yield Rig(fleet, source, transport, None if copies is None else Copies(copies))
+            yield Rig(fleet, source, transport, copies)
             with anyio.CancelScope(shield=True):
                 await transport.aclose()
         assert fleet.failures == []
     finally:
         source.close()
+
+
+# what goes wrong, and what must be so after it
+
+ENGINE_FAULTS: dict[str, Callable[..., Fault]] = {
+    "dies": die,
+    "hangs": freeze,
+    "answers 400": functools.partial(refuse, status=400),
+    "answers 500": functools.partial(refuse, status=500),
+}
+"""All of engine-1. A hang is that of a scheduler: the HTTP server lives and keeps the locks that the call took."""
+
+
+async def check_after(rig: Rig, version: str) -> None:
+    """Nothing is left of the publication that was hit, and the next one succeeds."""
+    # One that ended by itself is taken from the router by its keeper, beside the publication.
+    await eventually(lambda: not any(complaint.endswith("dead and routed") for complaint in rig.complaints()), 1.5)
+    assert rig.complaints() == []
+    assert rig.fleet.controller.statistics().open_lease is None
+    for engine in rig.fleet.engines:
+        engine.faults.clear()
+    rig.fleet.router.faults.clear()
+    rig.source.before_tensor = rig.source.before_call = None
+    with anyio.fail_after(BOUND_S):
+        report = await rig.publish(version)
+    assert rig.complaints() == []
+    assert report.engines
+    assert all(rig.serves(int(engine_id[-1]), version) for engine_id in report.engines)
+
+
+async def fail_one_engine(rig: Rig, version: str, fault: Fault) -> None:
+    """Publishes `version` while engine-1 fails; engine-0 must not notice."""
+    rig.fleet.engines[1].script(fault)
+    with anyio.fail_after(BOUND_S):
+        await rig.publish(version)
+    assert rig.fleet.engines[1].faults.happened, "the step was never reached"
+    assert rig.serves(0, version)
+    await check_after(rig, version + " again")
+
+
+async def cancel_at(rig: Rig, version: str, endpoint: str, nth: int = 1, server: ScriptedServer | None = None) -> None:
+    """Cancels the publishing task as engine-1 (or `server`) begins to answer."""
+    scope = anyio.CancelScope()
+
+    async def cancel() -> None:
+        scope.cancel()
+
+    (server or rig.fleet.engines[1]).faults.add(instead(endpoint, cancel, nth=nth))
+    with anyio.fail_after(BOUND_S), scope:
+        await rig.publish(version)
+    assert scope.cancelled_caught
+    await check_after(rig, version + " again")
+
+
+async def fail_trainer(rig: Rig, version: str, step: str | int, how: str = "raises") -> None:
+    """The trainer raises (or the publication is cancelled) at a step: a call by its name, or the nth exported tensor.
+
+    The number after that of the last tensor is the end of the export.
+    """
+    scope, loop, reached = anyio.CancelScope(), asyncio.get_running_loop(), threading.Event()
+
+    def fail(at: str | int) -> None:
+        if at != step or reached.is_set():
+            return
+        reached.set()
+        if how == "raises":
+            raise TrainerError("trainer rank 1: out of memory")
+        loop.call_soon_threadsafe(scope.cancel)
+
+    rig.source.before_tensor = rig.source.before_call = fail
+    raised: Exception | None = None
+    with anyio.fail_after(BOUND_S), scope:
+        try:
+            await rig.publish(version)
+        except (TrainerError, WeightUpdateError) as error:
+            raised = error
+    assert reached.is_set(), "the step was never reached"
+    assert scope.cancelled_caught if how == "cancelled" else "out of memory" in str(raised)
+    await check_after(rig, version + " again")

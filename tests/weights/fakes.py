@@ -43,7 +43,9 @@ class ThreadSource:
         self.tensors = dict(tensors or random_tensors())
         self.exported = 0
         self.before_tensor: Callable[[int], None] | None = None
-        """Called in the trainer thread with the tensor's number in this export."""
+        """Called in the trainer thread with the tensor's number in this export, and with that of the end."""
+        self.before_call: Callable[[str], None] | None = None
+        """Called in the trainer thread with the name of what it is called for."""
         self.thread = TrainerThread()
         self._specs = specs_of(self.tensors)
 
@@ -52,7 +54,12 @@ class ThreadSource:
         return self._specs
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
-        return await self.thread.call(function, *args, what=what, timeout_s=timeout_s)
+        def run() -> T:
+            if self.before_call is not None:
+                self.before_call(what)
+            return function(*args)
+
+        return await self.thread.call(run, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
         await self.thread.call(self._walk, sink, what="export", timeout_s=timeout_s)
@@ -68,6 +75,8 @@ class ThreadSource:
                     sink.put(name, tensor)
                 except Exception as error:
                     failure = error
+        if self.before_tensor is not None:
+            self.before_tensor(len(self.tensors))
         if failure is not None:
             raise failure
         sink.finish()
@@ -89,6 +98,7 @@ class AccountingFleet:
     hooks: dict[str, Hook] = field(default_factory=dict)
     """Run in the middle of `begin`, `commit` or `abort`."""
     leases: int = 0
+    settle_s: float = 0.2
     in_use: frozenset[Path] = frozenset()
     directories: list[Path | None] = field(default_factory=list)
     """Of copies, by commit."""
@@ -106,7 +116,8 @@ class AccountingFleet:
             self.paused.clear()
             raise
         self.leases += 1
-        self.lease = UpdateLease(f"lease-{self.leases}", version, anyio.current_time(), anyio.current_time() + 60, live)
+        now = anyio.current_time()
+        self.lease = UpdateLease(f"lease-{self.leases}", version, now, now + 60, live, self.settle_s)
         return self.lease
 
     async def commit_weight_update(

@@ -6,8 +6,10 @@ import gc
 import json
 import shutil
 import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -17,7 +19,9 @@ from safetensors.torch import load_file
 
 from asyncrl.config import Config
 from asyncrl.errors import WeightUpdateError
-from asyncrl.weights.copies import LARGEST_BYTES, Copies, CopyingSource, CopyWriter, make_copies, weights_directory
+from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.copies import AHEAD_BYTES, Copies, CopyingSource, make_copies, weights_directory
+from asyncrl.weights.copy_writer import CopyWriter
 from tests.inference.conftest import eventually
 from tests.weights.fakes import random_tensors, specs_of
 
@@ -143,13 +147,17 @@ def test_a_copy_in_use_stays_as_it_is_however_many_follow(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == [".next", "0.5", "0.6"]
 
 
-def test_a_version_that_is_published_again_leaves_the_copy_that_is_being_read(tmp_path: Path) -> None:
+def test_a_version_that_is_published_again_gets_a_new_copy_beside_the_one_in_use(tmp_path: Path) -> None:
     copies = Copies(tmp_path)
     published = write(copies, "0.1")
     assert published is not None
     file = (published / "model.safetensors").stat().st_ino
-    assert write(copies, "0.1", in_use=[published]) == published
+    (published / "model.safetensors").write_bytes(b"damaged")
+    again = write(copies, "0.1", seed=1, in_use=[published])
+    assert again is not None and again != published
     assert (published / "model.safetensors").stat().st_ino == file
+    assert torch.equal(load_file(again / "model.safetensors")["big"], random_tensors(1)["big"])
+    assert write(copies, "0.1", in_use=[published, again]) not in (published, again, None)
     assert write(copies, "0.2") is not None
 
 
@@ -167,7 +175,7 @@ async def test_a_disk_that_does_not_answer_costs_copies_until_it_does(
     answers.set()
     await eventually(lambda: copies.writer(specs) is not None)
     with anyio.fail_after(5):
-        assert await copies.at_disk("room for a copy", writer.reserve, 5.0) is writer
+        assert await copies.at_disk("room for a copy", lambda: copies.prepare(writer), 5.0) is writer
 
 
 def test_a_copy_that_was_broken_off_does_not_appear(tmp_path: Path) -> None:
@@ -200,6 +208,8 @@ def test_a_full_disk_in_the_middle_leaves_no_half_copy(tmp_path: Path) -> None:
     tensors = random_tensors()
     writer = CopyWriter(tmp_path / "part", specs_of(tensors))
     writer.start()
+    while not writer.idle:
+        time.sleep(0.001)
     assert writer._file is not None
     writer._file.close()
     writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the writer closes it
@@ -210,17 +220,61 @@ def test_a_full_disk_in_the_middle_leaves_no_half_copy(tmp_path: Path) -> None:
     assert not (tmp_path / "part").exists()
 
 
-def test_large_weights_are_kept_only_where_asked_or_where_one_engine_serves(tmp_path: Path) -> None:
-    def largest(keep: str, engines: int) -> int | str | None:
-        config = Config.model_validate({"run": {"dir": tmp_path}, "weights": {"keep_published": keep}})
-        copies = make_copies(config, engines=engines)
-        return "nothing" if copies is None else copies._largest_bytes
+def test_weights_of_any_size_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    def copies_of(keep: str) -> Copies | None:
+        return make_copies(Config.model_validate({"run": {"dir": tmp_path}, "weights": {"keep_published": keep}}))
 
-    assert largest("auto", 2) == LARGEST_BYTES
-    assert largest("auto", 1) is None
-    assert largest("always", 2) is None
-    assert largest("never", 1) == "nothing"
-    assert Copies(tmp_path, largest_bytes=10).writer(specs_of(random_tensors())) is None
+    assert copies_of("never") is None
+    for keep, needs_room in (("auto", True), ("always", False)):
+        copies = copies_of(keep)
+        assert copies is not None and copies._needs_room is needs_room
+        for elements, ahead in ((AHEAD_BYTES // 4, False), (1 + AHEAD_BYTES // 4, True)):
+            writer = copies.writer([TensorSpec("w", "float32", (elements,))])
+            assert writer is not None and writer.ahead is ahead
+
+
+def free_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=free))
+
+
+def prepared(copies: Copies, in_use: Collection[Path] = ()) -> bool:
+    writer = copies.writer(specs_of(random_tensors()))
+    assert writer is not None
+    return copies.prepare(writer, in_use) is writer
+
+
+def test_a_copy_for_which_the_disk_has_no_room_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = sum(spec.size_bytes for spec in specs_of(random_tensors()))
+    free_disk(monkeypatch, 2 * size)  # the header does not fit beside as much again
+    assert not prepared(Copies(tmp_path))
+    assert "set weights.directory to a larger disk" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert prepared(Copies(tmp_path, needs_room=False))
+    free_disk(monkeypatch, 2 * size + 10_000)
+    assert prepared(Copies(tmp_path))
+
+
+def test_old_copies_make_room_for_new_ones_unless_they_are_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies(tmp_path)
+    pinned, old = write(copies, "0.1"), write(copies, "0.2")
+    free_disk(monkeypatch, 0)
+    assert pinned is not None and old is not None
+    assert not prepared(copies, [pinned, old])
+    assert prepared(copies, [pinned])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".next", "0.1"]
+
+
+def test_copies_of_a_killed_job_are_taken_over(tmp_path: Path) -> None:
+    for version in ("0.1", "0.2", "0.3", "0.4"):
+        write(Copies(tmp_path), version)
+    copies = Copies(tmp_path)
+    assert prepared(copies)
+    write(copies, "1.0")
+    assert len(list(tmp_path.iterdir())) <= 3 and (tmp_path / "1.0").exists()
 
 
 def test_a_directory_of_the_users_choice_is_shared_by_runs_without_meeting(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ async def run(
         events=events,
         copies=copies,
         begin_timeout_s=0.2,
-        commit_timeout_s=0.2,
         cleanup_timeout_s=0.2,
         idle_timeout_s=0.2,
         abandon_timeout_s=0.2,
