@@ -12,6 +12,7 @@ import pytest
 from asyncrl.errors import RolloutError
 from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, scripted_engine
@@ -72,6 +73,10 @@ async def test_whoever_gives_up_waiting_leaves_the_batch_to_the_others(start_exe
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(executor.get, 0, "actor")
             await engine.until(lambda e: len(e.requests) == 6)
+            tasks.start_soon(executor.get, 0, "critic")
+            await anyio.wait_all_tasks_blocked()
+            shared = [wait.subject for wait in WAITS.snapshot() if wait.what == "shared batch"]
+            assert shared == ["rollout 0, for actor", "rollout 0, for critic"]
             tasks.cancel_scope.cancel()
         engine.released.set()
         batch = await executor.get(0, "critic")
