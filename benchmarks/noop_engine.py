@@ -1,9 +1,9 @@
 """An engine that does nothing: answers every POST with one prepared /generate body, at once or after a time.
 
-    python benchmarks/noop_engine.py [--tokens 1000] [--latency-s 1 --jitter 0.5] [--cpu 1]
+    python benchmarks/noop_engine.py [--tokens 1000] [--latency-s 1 --jitter 0.5] [--cpu 1] [--parent PID]
 
-Prints its port. What is measured against it must not be its own limit, so it is a bare protocol on uvloop that looks
-for the end of a request and reads nothing of it.
+Prints its port. With `--parent` it ends with that process, however that ends. What is measured against it must not be
+its own limit, so it is a bare protocol on uvloop that looks for the end of a request and reads nothing of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+
+from asyncrl.host.proc import die_with_parent
 
 VOCABULARY = 151_936
 """Ids are drawn from below it: as many digits as those of a current model."""
@@ -104,7 +106,10 @@ def main() -> None:
     parser.add_argument("--latency-s", type=float, default=0.0, help="mean time to an answer")
     parser.add_argument("--jitter", type=float, default=0.0, help="latency is uniform in mean * (1 +- jitter)")
     parser.add_argument("--cpu", type=int, help="the core to run on")
+    parser.add_argument("--parent", type=int, help="pid of who started it, and with whom it ends")
     arguments = parser.parse_args()
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
     if arguments.cpu is not None:
         os.sched_setaffinity(0, {arguments.cpu})
     anyio.run(serve, arguments.tokens, arguments.latency_s, arguments.jitter, backend_options={"use_uvloop": True})

@@ -143,6 +143,7 @@ async def noop_engine(cpu: int, latency_s: float = 0.0) -> AsyncIterator[str]:
     """Its url."""
     script = Path(__file__).with_name("noop_engine.py")
     options = ("--cpu", str(cpu), "--latency-s", str(latency_s), "--jitter", str(JITTER), "--tokens", str(TOKENS))
+    options += ("--parent", str(os.getpid()))
     async with await anyio.open_process([sys.executable, str(script), *options], stderr=subprocess.DEVNULL) as engine:
         assert engine.stdout is not None
         port = int(await engine.stdout.receive())

@@ -10,10 +10,11 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
 import anyio
 
@@ -30,10 +31,12 @@ class Wait:
     """time.monotonic() at its start."""
     deadline_s: float
     """Seconds allowed in all."""
+    stood_still_s: float = field(default=0.0, compare=False)
+    """Seconds since then that do not count, where the deadline goes by a clock that stands still at times."""
 
     def age_s(self, now: float) -> float:
-        """Seconds waited at monotonic time `now`."""
-        return max(0.0, now - self.since)
+        """Seconds waited at monotonic time `now`, as far as they count."""
+        return max(0.0, now - self.since - self.stood_still_s)
 
     def describe(self, now: float) -> str:
         """`first generation from engine-0, 12.3 s of 600 s`."""
@@ -41,11 +44,19 @@ class Wait:
         return f"{self.what} from {self.subject}, {self.age_s(now):.1f} s {allowed}"
 
 
+class WaitSource(Protocol):
+    """Keeps a table of waits of its own."""
+
+    def waits(self) -> Iterable[Wait]:
+        """Those in progress; may be called from any thread."""
+
+
 class WaitRegistry:
     """Waits in progress, oldest first."""
 
     def __init__(self) -> None:
         self._waits: dict[int, Wait] = {}
+        self._sources: dict[WaitSource, None] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
@@ -53,19 +64,25 @@ class WaitRegistry:
         """Registers without enforcing: for waits in threads, whose deadline the called library enforces."""
         return _Registered(self, what, subject, deadline_s)
 
+    def add(self, source: WaitSource) -> None:
+        """From now on the waits of `source` are told too."""
+        with self._lock:
+            self._sources[source] = None
+
+    def remove(self, source: WaitSource) -> None:
+        with self._lock:
+            del self._sources[source]
+
     def snapshot(self) -> tuple[Wait, ...]:
         """All waits in progress, oldest first."""
         with self._lock:
-            return tuple(self._waits.values())
-
-    def oldest(self) -> Wait | None:
-        """The wait that lasts longest, or None."""
-        with self._lock:
-            return next(iter(self._waits.values()), None)
+            waits, sources = [*self._waits.values()], [*self._sources]
+        waits += (wait for source in sources for wait in source.waits())
+        return tuple(sorted(waits, key=lambda wait: wait.since))
 
 
 class _Registered:
-    """One wait, in the registry while its body runs. Classes and no generators here: every request passes through."""
+    """One wait, in the registry while its body runs."""
 
     __slots__ = ("_deadline_s", "_key", "_registry", "_subject", "_what")
 

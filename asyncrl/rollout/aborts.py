@@ -19,7 +19,7 @@ from collections.abc import Callable
 import anyio
 
 from asyncrl.rollout.engine_clock import EngineClock
-from asyncrl.rollout.engine_control import EngineControl
+from asyncrl.rollout.engine_control import EngineControl, Told
 from asyncrl.rollout.events import RequestsAborted
 
 GATHER_S = 0.2
@@ -70,13 +70,19 @@ class Aborts:
                 if self._closed or self._clock.paused or not self._given_up:
                     return
                 batch, self._given_up, self._added = self._given_up, {}, anyio.Event()
-                engines = heard = 0
+                told = Told()
                 try:
-                    engines, heard = await self._control.abort(list(batch))
+                    await self._control.abort(list(batch), told)
                 finally:
                     self.requests += len(batch)
-                    reasons = dict(Counter(batch.values()))
-                    self._on_told(RequestsAborted(requests=len(batch), engines=engines, heard=heard, reasons=reasons))
+                    self._on_told(
+                        RequestsAborted(
+                            requests=len(batch),
+                            engines=told.engines,
+                            heard=told.heard,
+                            reasons=dict(Counter(batch.values())),
+                        )
+                    )
 
     async def aclose(self) -> None:
         """Tells what is left, within a bound. Idempotent."""

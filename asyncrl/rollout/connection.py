@@ -12,13 +12,14 @@ asked how busy they are (`engine_control.py`). What an update of the weights doe
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.aborts import TELL_TIMEOUT_S, Aborts
 from asyncrl.rollout.concurrency import ConcurrencyPolicy, adapt
 from asyncrl.rollout.engine_client import EngineClient
@@ -40,7 +41,7 @@ class Connection:
         self._patience_s = rollout.request_timeout_s
         self._events = events
         self._control = EngineControl(router_url)
-        self.clock = EngineClock()
+        self.clock = EngineClock(expected_pause_s=self._patience_s)
         self.aborts = Aborts(self._control, self.clock, on_told=events.emit)
         aborted = frozenset({FailureKind.ABORTED} if self._on_update == "abort" else ())
         self.client = EngineClient(
@@ -64,6 +65,7 @@ class Connection:
 
     def start(self, task_group: TaskGroup) -> None:
         """Its tasks live in `task_group` until `aclose`."""
+        self.generator.start(task_group)
         task_group.start_soon(self.aborts.serve, name="aborts")
         if self._policy is not None:
             task_group.start_soon(self._adapt, self._policy, name="adaptive concurrency")
@@ -71,8 +73,10 @@ class Connection:
     async def aclose(self) -> None:
         """Ends what engines still do for it, then its connections; bounded. Idempotent."""
         self._adapting.cancel()
+        await self.generator.aclose()
         await self.aborts.aclose()
         await self.client.aclose()
+        self.clock.resume()  # no pause is waited for any more
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
@@ -81,15 +85,20 @@ class Connection:
             case "retract":
                 yield
             case "in_place":
-                with self.generator.held():
+                with self._told_as_wait(), self.generator.held():
                     yield
             case "wait":
                 async with self.generator.drained(self._patience_s):
-                    yield
+                    with self._told_as_wait():
+                        yield
             case "abort":
-                with self.generator.held():
+                with self._told_as_wait(), self.generator.held():
                     await self._abort_all()
                     yield
+
+    def _told_as_wait(self) -> AbstractContextManager[None]:
+        """One wait in the place of all samples that are held back."""
+        return WAITS.register("end of the weight update", "trainer", self._patience_s)
 
     async def _abort_all(self) -> None:
         """Ends all that is on the wire. What does not hear of it is ended by the pause that follows."""
@@ -103,3 +112,39 @@ class Connection:
     async def _adapt(self, policy: ConcurrencyPolicy) -> None:
         with self._adapting:
             await adapt(self.generator, policy, self._control, self.clock, on_lowered=self._events.emit)
+
+
+class Connections:
+    """Opens connections in one task group, and closes each of them once it is of no more use."""
+
+    def __init__(
+        self, config: Config, scorer: Scorer, task_group: TaskGroup, *, vocab_size: int, events: EventLog
+    ) -> None:
+        self._config = config
+        self._scorer = scorer
+        self._tasks = task_group
+        self._vocab_size = vocab_size
+        self._events = events
+        self._open: set[Connection] = set()
+
+    def open(self, router_url: str) -> Connection:
+        """Raises nothing where nobody answers: requests wait for a router."""
+        connection = Connection(
+            router_url, self._config, self._scorer, vocab_size=self._vocab_size, events=self._events
+        )
+        self._open.add(connection)
+        connection.start(self._tasks)
+        return connection
+
+    def retire(self, connection: Connection) -> None:
+        """Closes it in a task of its own."""
+        self._tasks.start_soon(self._close, connection, name="end of a connection")
+
+    async def aclose(self) -> None:
+        """Closes all that are open. Idempotent."""
+        for connection in tuple(self._open):
+            await self._close(connection)
+
+    async def _close(self, connection: Connection) -> None:
+        await connection.aclose()
+        self._open.discard(connection)

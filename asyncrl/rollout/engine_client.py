@@ -28,7 +28,6 @@ import anyio
 import msgspec
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
-from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy, parse_retry_after
@@ -45,6 +44,7 @@ _KEEPALIVE_S = (
     4.0  # below the 5 s after which uvicorn closes an idle connection, so that no request meets a closing one
 )
 _HEADERS = {"Content-Type": "application/json"}
+_UNTRIED = RetryHistory()
 _ROUTER_ERROR = "X-SMG-Error-Code"
 _KNOWS_NO_ENGINE = "model_not_found"  # smg's word, with a 404, for what sglang-router answers 503
 
@@ -113,7 +113,8 @@ class EngineClient:
         self._keeps_kv = keeps_kv
         self._published: str | None = None
         self._on_the_wire: set[str] = set()
-        self._answered = anyio.Event()
+        self._answered: anyio.Event | None = None
+        """Somebody waits for answers; set with the next one."""
         self._held = 0
         self._released = anyio.Event()
         self._nonce = secrets.token_hex(4)
@@ -151,6 +152,7 @@ class EngineClient:
     async def answered(self, rids: Collection[str]) -> None:
         """Returns when none of these attempts is on the wire; each has its deadline."""
         while not self._on_the_wire.isdisjoint(rids):
+            self._answered = self._answered or anyio.Event()
             await self._answered.wait()
 
     def published(self, version: str) -> None:
@@ -171,8 +173,7 @@ class EngineClient:
 
     async def generate(self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> Generation:
         """One response to one prompt. Raises GenerationFailed when the policy gives up."""
-        history = RetryHistory()
-        attempt = 0
+        history, attempt = _UNTRIED, 0
         self._in_flight += 1
         try:
             while True:
@@ -191,8 +192,8 @@ class EngineClient:
                     if delay_s is None:
                         self._failed += 1
                         raise GenerationFailed(f"{failure} (attempt {attempt + 1}, the last)") from failure
-                    with WAITS.register("next attempt", f"router, after {failure.kind} of {sample_id}", delay_s):
-                        await self._clock.sleep(delay_s)  # paused engines have nothing to come back to
+                    # by the engines' clock: paused ones have nothing to come back to
+                    await self._clock.sleep(delay_s, "next attempt", f"router, after {failure.kind} of {sample_id}")
                     attempt += 1
                 else:
                     self._completed += 1
@@ -233,9 +234,10 @@ class EngineClient:
             raise
         finally:
             self._on_the_wire.remove(rid)
-            self._answered.set()
-            self._answered = anyio.Event()
-        no_engine = response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
+            if self._answered is not None:
+                self._answered.set()
+                self._answered = None
+        no_engine = response.status == 404 and response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
         try:
             generation = decode_answer(503 if no_engine else response.status, body, self._vocab_size)
         except AttemptFailed as failure:

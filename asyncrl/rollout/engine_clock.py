@@ -1,23 +1,26 @@
 """Deadlines of requests, whose clock stands still while engines are paused.
 
 Engines that take new weights generate nothing, as long as that lasts. A request is not to blame for it: its deadline
-counts the time in which engines could answer. `PauseClock` is the arithmetic, `EngineClock` the scopes that keep it.
+counts the time in which engines could answer. `PauseClock` is the arithmetic, `EngineClock` the waits that go by it.
 
 Invariants
 - A wait of T seconds ends when engines could answer for T seconds since its start: never in a pause, and never later.
 - Pauses do not add up: a second one that begins within the first is the same.
+- The registry of waits (`observability/waits.py`) hears of each wait and of the pause. A wait does not age in a pause.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import anyio
 
-from asyncrl.observability.waits import WAITS
+from asyncrl.observability.waits import WAITS, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,12 @@ class PauseClock:
 class EngineClock:
     """Waits that end by the clock of the engines; one for each group of engines that is paused together."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected_pause_s: float = math.inf) -> None:
+        """A pause that is longer than half of `expected_pause_s` is remarked upon."""
+        self._expected_pause_s = expected_pause_s
         self._clock = PauseClock()
-        self._ends: dict[anyio.CancelScope, float] = {}
-        """By scope of a wait in progress: what the clock shows at its end."""
+        self._waits: dict[_ClockWait, None] = {}
+        self._listed = False
         self._resumed = anyio.Event()
         self._resumed.set()
         self.pauses = 0
@@ -62,7 +67,7 @@ class EngineClock:
     @property
     def stood_still_s(self) -> float:
         """Seconds over all pauses, the present one included."""
-        now = anyio.current_time()
+        now = time.monotonic()
         return now - self._clock.time(now)
 
     def pause(self) -> None:
@@ -70,42 +75,76 @@ class EngineClock:
         if not self.paused:
             self.pauses += 1
             self._resumed = anyio.Event()
-            self._set(self._clock.pause(anyio.current_time()))
+            self._set(self._clock.pause(time.monotonic()))
 
     def resume(self) -> None:
         """Engines generate again."""
-        self._set(self._clock.resume(anyio.current_time()))
+        self._set(self._clock.resume(time.monotonic()))
         self._resumed.set()
 
     async def running(self) -> None:
         """Returns at once, or when the present pause has ended."""
         await self._resumed.wait()
 
-    @contextmanager
-    def waiting(self, what: str, subject: str, timeout_s: float) -> Iterator[None]:
+    def waiting(self, what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
         """As `observability.waits.waiting`, by this clock. Raises TimeoutError."""
-        with WAITS.register(what, subject, timeout_s):
-            with self._ending(timeout_s) as scope:
-                yield
-            if scope.cancelled_caught:
-                raise TimeoutError(f"no {what} from {subject} after {timeout_s:g} s")
+        return _ClockWait(self, what, subject, timeout_s)
 
-    async def sleep(self, seconds: float) -> None:
-        """Until the clock has gone on by so much."""
-        with self._ending(seconds):
+    async def sleep(self, seconds: float, what: str, subject: str) -> None:
+        """Until the clock has gone on by so much; `what` and `subject` name it as a wait."""
+        with suppress(TimeoutError), self.waiting(what, subject, seconds):
             await anyio.sleep_forever()
 
-    @contextmanager
-    def _ending(self, timeout_s: float) -> Iterator[anyio.CancelScope]:
-        end = self._clock.time(anyio.current_time()) + timeout_s
-        with anyio.CancelScope(deadline=self._clock.when(end)) as scope:
-            self._ends[scope] = end
-            try:
-                yield scope
-            finally:
-                del self._ends[scope]
+    def waits(self) -> Iterator[Wait]:
+        """Those in progress, and the pause; from any thread."""
+        clock, now = self._clock, time.monotonic()
+        if clock.paused_since is not None:
+            yield Wait("end of the pause", "engines", clock.paused_since, self._expected_pause_s)
+        for wait in self._waits.copy():
+            counted_s = clock.time(now) - (wait.end - wait.timeout_s)
+            yield Wait(wait.what, wait.subject, wait.since, wait.timeout_s, now - wait.since - counted_s)
 
     def _set(self, clock: PauseClock) -> None:
         self._clock = clock
-        for scope, end in self._ends.items():
-            scope.deadline = clock.when(end)
+        for wait in self._waits:
+            wait.scope.deadline = clock.when(wait.end)
+        self._list()
+
+    def _list(self) -> None:
+        """In the registry for as long as there is something to tell."""
+        listed = bool(self._waits) or self.paused
+        if listed != self._listed:
+            self._listed = listed
+            (WAITS.add if listed else WAITS.remove)(self)
+
+
+class _ClockWait:
+    """One wait. A class and no generator, and no entry of its own in the registry: every request passes through."""
+
+    __slots__ = ("_clock", "end", "scope", "since", "subject", "timeout_s", "what")
+
+    def __init__(self, clock: EngineClock, what: str, subject: str, timeout_s: float) -> None:
+        self._clock, self.what, self.subject, self.timeout_s = clock, what, subject, timeout_s
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        self.since = time.monotonic()
+        self.end = clock._clock.time(self.since) + self.timeout_s
+        """What the clock shows then."""
+        self.scope = anyio.CancelScope(deadline=clock._clock.when(self.end))
+        self.scope.__enter__()
+        clock._waits[self] = None
+        if not clock._listed:
+            clock._list()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool | None:
+        clock = self._clock
+        del clock._waits[self]
+        if not clock._waits:
+            clock._list()
+        swallowed = self.scope.__exit__(kind, error, at)
+        if self.scope.cancelled_caught:
+            raise TimeoutError(f"no {self.what} from {self.subject} after {self.timeout_s:g} s") from None
+        return swallowed

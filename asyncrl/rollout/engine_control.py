@@ -38,6 +38,16 @@ class EngineLoad:
     """Fraction of its KV pool that requests hold."""
 
 
+@dataclass(slots=True)
+class Told:
+    """How far the telling of a batch of ids has come."""
+
+    engines: int = 0
+    """That the router knows."""
+    heard: int = 0
+    """Engines that took all of it."""
+
+
 class _Worker(msgspec.Struct):
     url: str
 
@@ -79,16 +89,15 @@ class EngineControl:
             self._engines = tuple(worker.url.rstrip("/") for worker in found.workers)
         return self._engines
 
-    async def abort(self, rids: Sequence[str]) -> tuple[int, int]:
-        """Ends the requests of these ids wherever they run; returns how many engines there are, and how many heard all.
+    async def abort(self, rids: Sequence[str], told: Told) -> None:
+        """Ends the requests of these ids wherever they run; `told` holds at any time, should this be cut off.
 
         An engine that does not know an id ignores it. One that does not answer is asked no further.
         """
         engines = await self.engines()
-        heard = 0
+        told.engines = len(engines)
 
         async def one(engine: str) -> None:
-            nonlocal heard
             silent = False
 
             async def worker() -> None:
@@ -101,12 +110,11 @@ class EngineControl:
             async with anyio.create_task_group() as workers:
                 for _ in range(min(_PER_ENGINE, len(rids))):
                     workers.start_soon(worker)
-            heard += not silent
+            told.heard += not silent
 
         async with anyio.create_task_group() as tasks:
             for engine in engines:
                 tasks.start_soon(one, engine)
-        return len(engines), heard
 
     async def loads(self) -> tuple[EngineLoad, ...]:
         """Of all engines that answer, one entry for each."""

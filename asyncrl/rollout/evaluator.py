@@ -1,7 +1,8 @@
 """Evaluator: samples the held-out prompts and reports one point of the curve.
 
-Invariant: whatever goes wrong is a skipped point with a reason, never the end of the run; and each point is told to the
-event log.
+Invariants
+- Whatever goes wrong is a skipped point with a reason, never the end of the run; each point is told to the event log.
+- The connection to an evaluation fleet is retired once that fleet was replaced and no evaluation uses it any more.
 """
 
 from __future__ import annotations
@@ -9,19 +10,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import anyio
 
 from asyncrl.config.run import EvalConfig
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.sample import Prompt, SampleGroup
-from asyncrl.errors import AsyncRLError, RolloutError
+from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
+from asyncrl.rollout.connection import Connection
 from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
 from asyncrl.rollout.events import Evaluated
-from asyncrl.rollout.generation import GroupGenerator
 from asyncrl.rollout.wire import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """Engines that evaluate."""
+
+    connection: Connection
+    info: EvalFleetInfo | None = None
+    """None for the training engines."""
+    runs: int = 0
+    """Evaluations in progress."""
 
 
 class Evaluator:
@@ -33,29 +46,36 @@ class Evaluator:
         prompts: tuple[Prompt, ...] | None,
         sampling: SamplingParams,
         *,
-        shared: GroupGenerator,
-        generator_for: Callable[[str], GroupGenerator],
+        shared: Connection,
+        connect: Callable[[str], Connection],
+        retire: Callable[[Connection], None],
         events: EventLog,
     ) -> None:
-        """`shared` asks the training engines; `generator_for` makes one that asks the router of a url."""
+        """`shared` asks the training engines; `connect` opens a connection to the router of a url, `retire` ends it."""
         self._config = config
         self._prompts = prompts
         self._sampling = sampling
-        self._shared = shared
-        self._generator_for = generator_for
+        self._shared = self._asked = _Asked(shared)
+        self._connect = connect
+        self._retire = retire
         self._events = events
-        self._fleet: tuple[EvalFleetInfo, GroupGenerator] | None = None
         self._runs: Counter[int] = Counter()
         """Evaluations by rollout id: no id of a request is used twice."""
 
     def set_fleet(self, info: EvalFleetInfo | None) -> None:
         """Evaluations go through the router of `info` from now on; None: through that of the training engines."""
+        before = self._asked
         if info is None:
-            self._fleet = None
-        elif self._fleet is not None and self._fleet[0].router_url == info.router_url:
-            self._fleet = info, self._fleet[1]
+            self._asked = self._shared
+        elif before.info is not None and before.info.router_url == info.router_url:
+            before.info = info
         else:
-            self._fleet = info, self._generator_for(info.router_url)
+            self._asked = _Asked(self._connect(info.router_url), info)
+        self._retire_unused(before)
+
+    def _retire_unused(self, asked: _Asked) -> None:
+        if asked is not self._asked and asked is not self._shared and not asked.runs:
+            self._retire(asked.connection)
 
     def report_skip(self, rollout_id: int, reason: str) -> EvalReport:
         """The point that an evaluation leaves which could not begin."""
@@ -63,21 +83,30 @@ class Evaluator:
 
     async def run(self, rollout_id: int) -> EvalReport:
         """Samples every held-out prompt."""
-        config, prompts = self._config, self._prompts
-        pinned, generator = (None, self._shared) if self._fleet is None else (self._fleet[0].version, self._fleet[1])
-        if prompts is None:
+        if self._prompts is None:
             return self.report_skip(rollout_id, "there are no held-out prompts (eval.data)")
+        asked = self._asked
+        asked.runs += 1
+        try:
+            return self._told(await self._sample(rollout_id, self._prompts, asked))
+        finally:
+            asked.runs -= 1
+            self._retire_unused(asked)
+
+    async def _sample(self, rollout_id: int, prompts: tuple[Prompt, ...], asked: _Asked) -> EvalReport:
+        config, generator = self._config, asked.connection.generator
+        pinned = None if asked.info is None else asked.info.version
         name = f"e{rollout_id:07d}" + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
         self._runs[rollout_id] += 1
         began = time.monotonic()
         groups: list[SampleGroup] = []
-        errors: list[AsyncRLError] = []
+        errors: list[RolloutError] = []
 
         async def one(index: int) -> None:
             group_id = f"{name}.{index:07d}"
             try:
                 group = await generator.run(group_id, prompts[index], self._sampling, config.samples_per_prompt)
-            except AsyncRLError as error:
+            except RolloutError as error:  # its connection was closed
                 errors.append(error)
                 evaluation.cancel_scope.cancel()
             else:
@@ -92,18 +121,15 @@ class Evaluator:
             errors.append(RolloutError(str(error)))
         if errors:
             reason = f"{errors[0]}; {len(groups)} prompts were done"
-            report = skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
-        else:
-            samples = [sample for group in groups for sample in group.samples]
-            report = report_samples(
-                rollout_id,
-                samples,
-                num_prompts=len(prompts),
-                threshold=config.threshold,
-                seconds=time.monotonic() - began,
-                pinned=pinned,
-            )
-        return self._told(report)
+            return skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
+        return report_samples(
+            rollout_id,
+            [sample for group in groups for sample in group.samples],
+            num_prompts=len(prompts),
+            threshold=config.threshold,
+            seconds=time.monotonic() - began,
+            pinned=pinned,
+        )
 
     def _told(self, report: EvalReport) -> EvalReport:
         self._events.emit(

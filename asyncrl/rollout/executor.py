@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -40,9 +41,10 @@ from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.admission import Limits
 from asyncrl.rollout.collection import FirstBatchCheck
-from asyncrl.rollout.connection import Connection
+from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.engine_client import ClientStatistics
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
@@ -166,7 +168,10 @@ class RolloutExecutor:
             if held_out is None
             else await _in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
         )
-        engines = self._connect(self._router_url, scorer, task_group)
+        vocab_size = self._tokenizer.vocab_size
+        connections = Connections(config, scorer, task_group, vocab_size=vocab_size, events=self._events)
+        self._to_close.push_async_callback(connections.aclose)
+        engines = connections.open(self._router_url)
         stream = await _in_thread(
             lambda: PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
         )
@@ -178,6 +183,7 @@ class RolloutExecutor:
             min_usable=self._min_usable,
             ledger=self._ledger,
             events=self._events,
+            waiting=max(2, rollout.concurrency // (8 * rollout.samples_per_prompt)),
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)
@@ -190,8 +196,9 @@ class RolloutExecutor:
                 config.eval,
                 None if eval_prompts is None else eval_prompts.prompts,
                 self._eval_sampling,
-                shared=engines.generator,
-                generator_for=lambda router_url: self._connect(router_url, scorer, task_group).generator,
+                shared=engines,
+                connect=connections.open,
+                retire=connections.retire,
                 events=self._events,
             ),
             dropped_overlong=prompts.dropped_overlong,
@@ -207,14 +214,15 @@ class RolloutExecutor:
         self._ledger.check_deliverable(rollout_id, trainer)
         if not self._several:
             return await self._gather(rollout_id, trainer)
-        async with self._gathering:  # whoever comes second waits for the batch of the first
-            if rollout_id not in self._shared:
-                self._shared[rollout_id] = await self._gather(rollout_id, trainer)
-                return self._shared[rollout_id]
-            batch = self._shared[rollout_id]
-            if not self._ledger.share(rollout_id, trainer):
-                del self._shared[rollout_id]
-            return batch
+        with WAITS.register("shared batch", f"rollout {rollout_id}, for {trainer}", math.inf):
+            async with self._gathering:  # whoever comes second waits for the batch of the first
+                if rollout_id not in self._shared:
+                    self._shared[rollout_id] = await self._gather(rollout_id, trainer)
+                    return self._shared[rollout_id]
+                batch = self._shared[rollout_id]
+                if not self._ledger.share(rollout_id, trainer):
+                    del self._shared[rollout_id]
+                return batch
 
     async def _gather(self, rollout_id: int, trainer: str) -> RolloutBatch:
         began = time.monotonic()
@@ -357,14 +365,6 @@ class RolloutExecutor:
         if self._parts is None:
             raise RolloutError("the rollout executor was not started; await start(task_group) first")
         return self._parts
-
-    def _connect(self, router_url: str, scorer: Scorer, task_group: TaskGroup) -> Connection:
-        """Closed by `dispose`."""
-        vocab_size = self._tokenizer.vocab_size
-        connection = Connection(router_url, self._config, scorer, vocab_size=vocab_size, events=self._events)
-        self._to_close.push_async_callback(connection.aclose)
-        connection.start(task_group)
-        return connection
 
     def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)

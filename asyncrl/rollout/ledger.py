@@ -77,11 +77,6 @@ class Ledger:
         self.drop_reasons: Counter[str] = Counter()
         """How many groups were dropped or filtered, by reason."""
 
-    @property
-    def live(self) -> int:
-        """Groups admitted and not ended."""
-        return len(self._live)
-
     def counts(self) -> Mapping[GroupState, int]:
         """Groups by state, ended ones included."""
         totals = Counter(self._live.values()) + self._ended
@@ -107,9 +102,6 @@ class Ledger:
             raise RolloutError(
                 f"rollout {min(self._delivered)} was delivered and not committed; save after a commit and before a get"
             )
-
-    def live_groups(self, state: GroupState) -> tuple[str, ...]:
-        return tuple(group for group, at in self._live.items() if at is state)
 
     def admit(self, group_id: str, prompt_id: str, epoch: int) -> GroupAdmitted:
         if group_id in self._live:

@@ -32,7 +32,6 @@ from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.ledger import Ledger
 
 _CLOSE_TIMEOUT_S = 5.0
-_NEXT = 2  # groups that wait for their first slot: enough that no slot stays free when one ends
 _MIN_DROPS = 8  # groups that one batch may lose even when it is small
 _MAX_FILTERED = 32  # batches' worth of groups that filters may take out while one is gathered
 
@@ -84,9 +83,14 @@ class Production:
         min_usable: int,
         ledger: Ledger,
         events: EventLog,
+        waiting: int = 2,
     ) -> None:
-        """A group with fewer than `min_usable` usable samples is dropped."""
+        """A group with fewer than `min_usable` usable samples is dropped.
+
+        `waiting` groups are admitted before they have a slot: as many as may find one in the same turn of the loop.
+        """
         self._limits = limits
+        self._waiting = waiting
         self._stream = stream
         self._generate = generate
         self._filters = filters
@@ -219,7 +223,7 @@ class Production:
     def _may_admit(self) -> Admission | None:
         """Where the next group is to be admitted; None while none may be, or enough wait for a slot."""
         admission = self._admission
-        if admission is None or self._failure is not None or len(self._starting) >= _NEXT or not admission.room:
+        if admission is None or self._failure is not None or len(self._starting) >= self._waiting or not admission.room:
             return None
         return admission
 

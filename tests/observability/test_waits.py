@@ -17,7 +17,6 @@ async def test_a_wait_is_registered_for_as_long_as_it_lasts() -> None:
         (wait,) = WAITS.snapshot()
         assert (wait.what, wait.subject, wait.deadline_s) == ("checksum", "engine-0", 5.0)
     assert WAITS.snapshot() == ()
-    assert WAITS.oldest() is None
 
 
 async def test_a_wait_past_its_deadline_names_what_and_whom() -> None:
@@ -79,14 +78,23 @@ async def test_the_report_takes_the_waits_in_progress_by_default() -> None:
         assert re.fullmatch(r"driver waits for: checksum from engine-0, 0\.\d s of 5 s", format_waits())
 
 
-def test_the_oldest_wait_is_the_first_of_those_in_progress() -> None:
-    registry = WaitRegistry()
-    first = registry.register("a", "x", 1.0)
-    first.__enter__()
-    with registry.register("b", "y", 1.0):
-        assert (registry.oldest() or pytest.fail()).what == "a"
-        first.__exit__(None, None, None)
-        assert (registry.oldest() or pytest.fail()).what == "b"
+def test_waits_that_somebody_else_keeps_are_told_among_the_others_oldest_first() -> None:
+    class Table:
+        def waits(self) -> list[Wait]:
+            return [Wait("b", "y", since, 1.0) for since in (0.0, math.inf)]
+
+    registry, table = WaitRegistry(), Table()
+    with registry.register("a", "x", 1.0):
+        registry.add(table)
+        assert [wait.what for wait in registry.snapshot()] == ["b", "a", "b"]
+        registry.remove(table)
+        assert [wait.what for wait in registry.snapshot()] == ["a"]
+
+
+def test_time_that_does_not_count_makes_no_wait_older() -> None:
+    wait = Wait("response", "r", 100.0, 600.0, stood_still_s=250.0)
+    assert wait.age_s(400.0) == 50.0
+    assert wait == Wait("response", "r", 100.0, 600.0), "it is the same wait, before and after a pause"
 
 
 def test_many_threads_register_and_look_at_once() -> None:

@@ -16,7 +16,7 @@ from asyncrl.rollout import aborts as aborts_module
 from asyncrl.rollout.aborts import Aborts
 from asyncrl.rollout.engine_client import EngineClient, request_id
 from asyncrl.rollout.engine_clock import EngineClock
-from asyncrl.rollout.engine_control import EngineControl
+from asyncrl.rollout.engine_control import EngineControl, Told
 from asyncrl.rollout.events import RequestsAborted
 from asyncrl.rollout.production import Issue
 from asyncrl.rollout.retry import MOST_ATTEMPTS, RetryPolicy
@@ -115,10 +115,10 @@ async def test_an_abort_that_comes_in_a_pause_is_used_up_without_effect() -> Non
             tasks.start_soon(r.client.generate, "00000000.000", PROMPT, SHORT)
             await eventually(lambda: r.fleet.waiting == 1)
             rids = sorted(r.client.on_the_wire)
-            await r.control.abort(rids)
+            await r.control.abort(rids, Told())
             r.fleet.go_on()
             await eventually(lambda: r.fleet.running == 1)
-            await r.control.abort(rids)
+            await r.control.abort(rids, Told())
         assert len(engine.generation.makers[rids[0]]) == 20, "it ran to its end"
 
 
@@ -127,7 +127,8 @@ async def test_ids_that_no_engine_knows_disturb_nobody() -> None:
         tasks.start_soon(r.long, "00000000.000")
         await eventually(lambda: r.fleet.running == 1)
         [rid] = r.client.on_the_wire
-        assert await r.control.abort([rid[:-1], rid + "0", "unknown"]) == (2, 2)
+        await r.control.abort([rid[:-1], rid + "0", "unknown"], told := Told())
+        assert told == Told(engines=2, heard=2)
         await anyio.sleep(0.05)
         assert r.fleet.running == 1
         tasks.cancel_scope.cancel()
@@ -145,6 +146,15 @@ async def test_an_engine_that_is_silent_delays_and_hides_nothing(monkeypatch: py
         await eventually(lambda: len(r.told) == 1)
         assert (r.told[0].engines, r.told[0].heard) == (2, 1)
         assert r.fleet.engines[1].generation.running == 0
+
+
+async def test_a_telling_that_is_cut_off_says_who_heard_until_then() -> None:
+    async with rig() as r:
+        r.fleet.engines[0].script(hang("abort_request", times=None))
+        for index in range(3):
+            r.aborts.add(f"unknown-{index}", "cancelled")
+        await r.aborts.tell(0.5)
+        assert [(told.requests, told.engines, told.heard) for told in r.told] == [(3, 2, 1)]
 
 
 async def test_a_router_that_is_down_hides_no_engine() -> None:
@@ -171,7 +181,7 @@ async def test_the_end_tells_what_is_left_within_a_bound(monkeypatch: pytest.Mon
             tasks.cancel_scope.cancel()
         with anyio.fail_after(3):
             await r.aborts.aclose()
-        assert r.fleet.engines[1].generation.running == 0
+        await eventually(lambda: r.fleet.engines[1].generation.running == 0, timeout_s=1.0)
         assert sum(told.requests for told in r.told) == 6
         r.aborts.add("too late", "cancelled")
         await r.aborts.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import anyio
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.observability.waits import WAITS
+from asyncrl.observability.watchdog import OverdueWaits
 from asyncrl.rollout.engine_clock import EngineClock, PauseClock
 
 STEPS = st.lists(st.tuples(st.floats(0, 1e4), st.sampled_from(["pause", "resume", "look"])), max_size=30)
@@ -72,11 +74,35 @@ async def test_a_pause_that_is_longer_than_the_deadline_ends_no_wait() -> None:
         clock.pause()
         clock.pause()
         await anyio.sleep(0.4)  # the pause that is meant
-        [wait] = WAITS.snapshot()
-        assert wait.subject == "r"
+        assert [(wait.what, wait.subject) for wait in WAITS.snapshot()] == [
+            ("response", "r"),
+            ("end of the pause", "engines"),
+        ]
         clock.resume()
         answered.set()
     assert clock.pauses == 1 and clock.stood_still_s >= 0.4
+    assert WAITS.snapshot() == ()
+
+
+async def test_in_a_pause_the_pause_is_reported_and_no_wait_that_stands_still_not_even_afterwards() -> None:
+    clock, policy = EngineClock(expected_pause_s=0.4), OverdueWaits(min_age_s=0.0)
+
+    def reported() -> list[str]:
+        return [wait.what for wait in policy.newly_overdue(WAITS.snapshot(), time.monotonic())]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(clock.sleep, 0.4, "next attempt", "r")
+        await anyio.wait_all_tasks_blocked()
+        clock.pause()
+        await anyio.sleep(0.5)
+        assert reported() == ["end of the pause"]
+        clock.resume()
+        assert reported() == []
+        await anyio.sleep(0.25)
+        assert reported() == ["next attempt"], "it used up half of its time since"
+        clock.pause()
+        clock.resume()
+        assert reported() == [], "once"
 
 
 async def test_after_a_pause_a_wait_has_what_was_left_of_its_time() -> None:
@@ -103,7 +129,7 @@ async def test_a_wait_that_begins_in_a_pause_has_all_of_its_time_after_it() -> N
     clock.pause()
 
     async def sleep() -> None:
-        await clock.sleep(0.01)
+        await clock.sleep(0.01, "next attempt", "r")
         slept.set()
 
     async with anyio.create_task_group() as tasks:

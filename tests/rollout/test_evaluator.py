@@ -7,14 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from asyncrl.data.fleet import EvalFleetInfo
-from asyncrl.errors import RewardError
 from asyncrl.observability.events import EventLog
-from asyncrl.rollout.generation import GroupGenerator
+from asyncrl.rollout.connection import Connection
+from asyncrl.rollout.evaluation import EvalReport
+from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
+from tests.rollout.fleet import eventually
 from tests.scripted.answers import Action, scripted_engine
 
 
@@ -58,17 +61,26 @@ async def test_failed_samples_of_an_evaluation_are_counted_and_too_many_skip_the
         assert events.recent[-1]["kind"] == "evaluated", "each point is told"
 
 
-async def test_an_error_in_an_evaluation_is_a_skipped_point(
-    start_executor: StartExecutor, prompts: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
+async def test_the_end_of_the_job_in_an_evaluation_is_a_skipped_point(
+    start_executor: StartExecutor, prompts: Path, events: EventLog
 ) -> None:
-    async def ended(*args: Any, **how: Any) -> None:
-        raise RewardError("reward.function: its workers ended")
+    reports: list[EvalReport] = []
 
-    async with scripted_engine() as engine, start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor:
-        monkeypatch.setattr(GroupGenerator, "run", ended)
-        report = await executor.eval(1)
-        assert report.accuracy is None and "its workers ended; 0 prompts were done" in str(report.skipped)
+    async def evaluate(executor: RolloutExecutor) -> None:
+        reports.append(await executor.eval(1))
+
+    async with (
+        scripted_engine(lambda request, number: Action(fault="hang" if number > 5 else None)) as engine,
+        start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor,
+    ):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(evaluate, executor)
+            await engine.until(lambda e: e.in_flight == 34)
+            await executor.dispose()
+        assert re.search("the connection was closed when .*; 6 prompts were done", str(reports[0].skipped))
         assert executor.report_eval_skip(2, "no engine").skipped == "no engine"
+        assert "the connection is not open" in str((await executor.eval(3)).skipped)
+        await engine.until(lambda e: e.in_flight == 0)
     assert [line["skipped"] for line in events.recent if line["kind"] == "evaluated"][1] == "no engine"
 
 
@@ -100,3 +112,36 @@ async def test_an_evaluation_goes_to_the_engines_that_only_evaluate_while_there_
         executor.set_eval_fleet(None)
         assert (await executor.eval(3)).accuracy == 1.0
         assert (len(trained.requests), len(pinned.requests)) == (40, 80)
+
+
+async def test_the_connection_to_a_fleet_that_was_replaced_is_closed_once_nothing_runs_over_it(
+    start_executor: StartExecutor, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Connection] = []
+    aclose = Connection.aclose
+
+    async def noted(connection: Connection) -> None:
+        await aclose(connection)
+        closed.append(connection)
+
+    async with (
+        scripted_engine() as trained,
+        scripted_engine(lambda request, number: Action(fault="hang")) as first,
+        scripted_engine() as second,
+        start_executor(trained, eval={"data": {"source": str(prompts)}}) as executor,
+    ):
+        monkeypatch.setattr(Connection, "aclose", noted)
+        executor.set_eval_fleet(EvalFleetInfo(first.url, "0.1", (first.url,)))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(executor.eval, 1)
+            await first.until(lambda e: e.in_flight == 40)
+            executor.set_eval_fleet(EvalFleetInfo(second.url, "0.1", (second.url,)))
+            await executor.eval(2)
+            assert closed == [] and first.in_flight == 40, "an evaluation is still under way there"
+            first.released.set()
+        await eventually(lambda: len(closed) == 1)
+        executor.set_eval_fleet(None)
+        await eventually(lambda: len(closed) == 2)
+        executor.set_eval_fleet(EvalFleetInfo(second.url, "0.1", (second.url,)))
+        assert (await executor.eval(3)).skipped is None, "it may come back"
+    assert len(closed) == 4 and len(set(closed)) == 4, "each once, that to the training engines too"

@@ -351,6 +351,18 @@ async def test_with_wait_a_request_that_does_not_end_does_not_hold_the_weights_f
                 pass
 
 
+@pytest.mark.parametrize("on_update", ["in_place", "wait", "abort"])
+async def test_what_is_held_back_by_an_update_has_a_name_among_the_waits(
+    start_executor: StartExecutor, on_update: str
+) -> None:
+    async with scripted_engine() as engine, start_executor(engine, weights={"on_update": on_update}) as executor:
+        async with executor.updating():
+            assert [(wait.what, wait.subject, wait.deadline_s) for wait in WAITS.snapshot()] == [
+                ("end of the weight update", "trainer", 5.0)
+            ]
+        assert WAITS.snapshot() == ()
+
+
 async def test_retracted_requests_go_on_through_an_update(start_executor: StartExecutor) -> None:
     async with (
         scripted_engine(lambda request, number: Action(fault="hang")) as engine,

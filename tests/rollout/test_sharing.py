@@ -12,6 +12,7 @@ import pytest
 from asyncrl.errors import RolloutError
 from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, scripted_engine
@@ -72,6 +73,10 @@ async def test_whoever_gives_up_waiting_leaves_the_batch_to_the_others(start_exe
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(executor.get, 0, "actor")
             await engine.until(lambda e: len(e.requests) == 6)
+            tasks.start_soon(executor.get, 0, "critic")
+            await anyio.wait_all_tasks_blocked()
+            shared = [wait.subject for wait in WAITS.snapshot() if wait.what == "shared batch"]
+            assert shared == ["rollout 0, for actor", "rollout 0, for critic"]
             tasks.cancel_scope.cancel()
         engine.released.set()
         batch = await executor.get(0, "critic")
@@ -94,6 +99,36 @@ async def test_executors_that_share_a_router_never_use_the_same_ids_or_routing_k
     assert len(ids) == len(set(ids)) == 12
     assert not any(a != b and b.startswith(a) for a in ids for b in ids), "an engine aborts by prefix"
     assert len(set(engine.routing_keys)) == 6, "three groups of each executor"
+
+
+async def test_another_executor_that_its_loop_tells_of_an_update_loses_nothing_to_it(
+    start_executor: StartExecutor,
+) -> None:
+    """In the order that the README gives."""
+    update = {**SHARED, "weights": {"on_update": "in_place"}}
+    update["rollout"] = {**SHARED["rollout"], "request_timeout_s": 0.3, "request_retries": 0}
+    async with (
+        scripted_engine(lambda request, number: Action(fault="hang" if number < 6 else None)) as engine,
+        start_executor(engine, **update) as other,
+    ):
+        engine.version = "0.0"
+        other.set_weight_version("0.0")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(other.get, 0)
+            await engine.until(lambda e: e.in_flight == 6)
+            async with other.updating():
+                other.engines_paused()
+                try:
+                    await anyio.sleep(0.5)  # a publication that takes longer than the deadline
+                    engine.version = "0.1"
+                finally:
+                    other.engines_resumed()
+            other.set_weight_version(engine.version)
+            engine.released.set()
+        await other.commit(0)
+        assert other.statistics().client.failed_attempts == {}
+        assert (await other.get(1)).versions[0][-1].version == "0.1"
+        assert other.last_rollout.staleness_max == 0
 
 
 async def test_executors_of_one_job_have_reward_workers_of_their_own(

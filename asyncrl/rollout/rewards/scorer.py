@@ -46,6 +46,11 @@ class Scorer:
                 host, function, size=config.workers, timeout_s=config.timeout_s, log_dir=log_dir, name=name
             )
 
+    @property
+    def immediate(self) -> bool:
+        """Whether `score` returns without waiting for anything."""
+        return self._function.runs is Runs.INLINE
+
     async def start(self, task_group: TaskGroup) -> None:
         """Starts the workers, where there are any; they live in `task_group` until `aclose`."""
         if self._pool is not None:
