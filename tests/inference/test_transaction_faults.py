@@ -20,13 +20,17 @@ import pytest
 from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.weights.transports.process_group import TransferGroup
 from tests.inference.conftest import StartFleet, eventually
-from tests.inference.transaction_rig import TRANSFER_S, Rig, rig, shorten_deadlines
+from tests.inference.transaction_rig import Rig, shorten_deadlines
+from tests.inference.transaction_rig import rig as patient_rig
 from tests.scripted import Fault, die, freeze, hang, instead, refuse
 from tests.scripted.server import ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
-BOUND_S = 8.0
+TRANSFER_S = 1.0
+"""Timeout of the transports: waits that are in vain on purpose end after it."""
+rig = functools.partial(patient_rig, transfer_s=TRANSFER_S)
+BOUND_S = 15.0
 """For the publication that is hit: two transfers and a take-back, each with its waits in a row."""
 
 
@@ -85,7 +89,7 @@ ENGINE_FAULTS: dict[str, Callable[..., Fault]] = {
 async def check_after(rig: Rig, version: str) -> None:
     """Nothing is left of the publication that was hit, and the next one succeeds."""
     # One that ended by itself is taken from the router by its keeper, beside the publication.
-    await eventually(lambda: not any(complaint.endswith("dead and routed") for complaint in rig.complaints()), 1.5)
+    await eventually(lambda: not any(complaint.endswith("dead and routed") for complaint in rig.complaints()))
     assert rig.complaints() == []
     assert rig.fleet.controller.statistics().open_lease is None
     for engine in rig.fleet.engines:
