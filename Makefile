@@ -30,8 +30,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# For two cores. What needs no engine runs in three lanes, since it waits as much as it computes; then real engines
-# beside whole jobs; at last, alone, what must happen within seconds.
+# For two cores. What needs no engine runs in three lanes, since it waits as much as it computes; then tests and jobs on
+# one shared engine beside jobs that start their own; at last, alone, what must happen within a second.
 PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := $(PYTEST) -m "not long and not system"
 SYSTEM  := $(PYTEST) -m "system and not long"
@@ -40,9 +40,8 @@ ROUTERS := $(addprefix tests/inference/test_,memory.py router.py router_client.p
 FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
 TRAINER := tests/training
 ENDS    := tests/weights tests/host tests/exit_protocol tests/test_driver.py tests/test_resume.py $(ROUTERS)
-SYSTEM_FLEET := $(addprefix tests/system/test_,agreement.py async.py bad_input.py fleet.py gang.py in_place.py ports.py publication.py \
-           router.py update_under_load.py)
-SYSTEM_ALONE := tests/system/test_exit.py tests/system/test_recovery.py
+SYSTEM_JOBS  := tests/config/test_engine_args.py $(addprefix tests/system/test_,bad_input.py exit.py jobs.py replay.py)
+SYSTEM_ALONE := tests/system/test_recovery.py
 
 quick-fleet: $(STAMP)
 	$(QUICK) $(FLEET)
@@ -57,10 +56,10 @@ quick-rest: $(STAMP)
 	$(QUICK) $(addprefix --ignore=,tests/inference $(TRAINER) $(ENDS)) tests
 
 system-fleet: $(STAMP)
-	$(SYSTEM) $(SYSTEM_FLEET)
+	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_JOBS) $(SYSTEM_ALONE)) tests/system
 
 system-jobs: $(STAMP)
-	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_FLEET) $(SYSTEM_ALONE)) tests
+	$(SYSTEM) $(SYSTEM_JOBS)
 
 system-alone: $(STAMP)
 	$(SYSTEM) $(SYSTEM_ALONE)
