@@ -30,19 +30,18 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Parts run two at a time, one for each core: what needs no engine, then real engines beside whole jobs; at last, alone,
-# what must happen within seconds.
+# For two cores. What needs no engine runs in three lanes, since it waits as much as it computes; then tests and jobs on
+# one shared engine beside jobs that start their own; at last, alone, what must happen within a second.
 PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := $(PYTEST) -m "not long and not system"
 SYSTEM  := $(PYTEST) -m "system and not long"
-PARTS   := quick-fleet quick-trainer quick-ends quick-rest
+PARTS   := quick-rest quick-trainer quick-fleet quick-ends types
 ROUTERS := $(addprefix tests/inference/test_,memory.py router.py router_client.py router_sticky.py stopping.py)
 FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
-TRAINER := tests/training/megatron tests/weights tests/host $(ROUTERS)
-ENDS    := tests/training tests/exit_protocol tests/test_driver.py tests/test_resume.py
-SYSTEM_FLEET := $(addprefix tests/system/test_,agreement.py async.py bad_input.py fleet.py gang.py in_place.py ports.py publication.py \
-           router.py update_under_load.py)
-SYSTEM_ALONE := tests/system/test_exit.py tests/system/test_recovery.py
+TRAINER := tests/training
+ENDS    := tests/weights tests/host tests/exit_protocol tests/test_driver.py tests/test_resume.py $(ROUTERS)
+SYSTEM_JOBS  := tests/config/test_engine_args.py $(addprefix tests/system/test_,bad_input.py exit.py jobs.py replay.py)
+SYSTEM_ALONE := tests/system/test_recovery.py
 
 quick-fleet: $(STAMP)
 	$(QUICK) $(FLEET)
@@ -51,22 +50,22 @@ quick-trainer: $(STAMP)
 	$(QUICK) $(TRAINER)
 
 quick-ends: $(STAMP)
-	$(QUICK) --ignore=tests/training/megatron $(ENDS)
+	$(QUICK) $(ENDS)
 
 quick-rest: $(STAMP)
 	$(QUICK) $(addprefix --ignore=,tests/inference $(TRAINER) $(ENDS)) tests
 
 system-fleet: $(STAMP)
-	$(SYSTEM) $(SYSTEM_FLEET)
+	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_JOBS) $(SYSTEM_ALONE)) tests/system
 
 system-jobs: $(STAMP)
-	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_FLEET) $(SYSTEM_ALONE)) tests
+	$(SYSTEM) $(SYSTEM_JOBS)
 
 system-alone: $(STAMP)
 	$(SYSTEM) $(SYSTEM_ALONE)
 
-test-fast: lint types
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(PARTS)
+test-fast: lint
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(PARTS)
 
 test: test-fast
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target system-fleet system-jobs

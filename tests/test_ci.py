@@ -1,4 +1,4 @@
-"""The script of continuous integration, with a `make` that only tells what it was asked."""
+"""The script of continuous integration, with a `make` that only tells what it was asked; and what `make test` runs."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def test_old_environments_go_only_when_no_other_run_can_use_them(tmp_path: Path)
             words = run.stdout.read().split()
     assert words[:2] == [sys.executable, "test"] and words[2].startswith(f"VENV={cache}/venv-")
     assert sorted(path.name for path in cache.iterdir()) == ["lock", "models"]
+
+
+def test_every_test_that_needs_an_engine_is_in_a_part() -> None:
+    """Those of tests/system are without being named."""
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark." + "system" in path.read_text()}
+    outside = {str(path.relative_to(ROOT)) for path in marked if path.parent.name != "system"}
+    assert outside and outside <= set((ROOT / "Makefile").read_text().split())

@@ -189,7 +189,7 @@ async def keep():
     try:
         await anyio.sleep(120)
     finally:
-        print("kept for", round(time.monotonic() - began), "s")
+        print("kept for", int(time.monotonic() - began), "s")
 async def dispose():
     print("disposing")
 """
@@ -203,7 +203,9 @@ async def dispose():
 """
     ended = run_loop(recipe, loop, "--run.stop-grace-s", "4", before=before)
     assert ended.code == 128 + signal.SIGTERM, ended.text
-    assert ended.text.splitlines()[-4:] == ["keeping", "kept for 2 s", "disposing", "stopped by SIGTERM"]
+    keeping, kept, *rest = ended.text.splitlines()[-4:]
+    assert [keeping, *rest] == ["keeping", "disposing", "stopped by SIGTERM"]
+    assert kept in ("kept for 2 s", "kept for 3 s"), "the second where the machine does much else"
 
 
 @pytest.mark.parametrize("when", ["asyncrl.driver.RunDirectory.open", "asyncrl.driver.conclude"])

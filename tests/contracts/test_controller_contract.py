@@ -242,7 +242,7 @@ async def test_engines_lost_in_the_trainers_turn_come_back_after_it_and_a_public
         for engine_id in ("engine-0", "engine-1"):
             await subject.lose(engine_id)
         assert subject.states() == [EngineState.DEAD] * 2
-        with pytest.raises(EnginesLostError), anyio.fail_after(2):
+        with pytest.raises(EnginesLostError), anyio.fail_after(10):
             await controller.begin_weight_update("0.1")
         await controller.onload()
         await controller.wait_updatable()
@@ -258,7 +258,7 @@ async def test_it_says_when_only_a_publication_helps(start: Start) -> None:
         await subject.lose("engine-0")
         assert not controller.fleet().needs_publication
         await subject.lose("engine-1")
-        with anyio.fail_after(3):
+        with anyio.fail_after(10):
             await controller.wait_publication_needed()
         view = controller.fleet()
         assert view.needs_publication and not view.serves and view.published_version == "0.0"

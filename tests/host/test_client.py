@@ -100,7 +100,7 @@ async def test_the_end_is_idempotent_and_survives_cancellation(
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
-    await roster.empty(1)
+    await roster.empty(5)
     assert (await host.wait("engine-0")).requested
     await host.aclose()
     with pytest.raises(EngineError, match="engine host: it is closed"):
@@ -115,7 +115,7 @@ async def test_concurrent_ends_all_wait_for_the_one(tmp_path: Path, roster: Rost
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
                 tasks.start_soon(host.aclose)
-        await roster.empty(0.5)
+        await roster.empty(5)
 
 
 async def test_an_error_in_the_body_comes_out_as_it_is(tmp_path: Path) -> None:

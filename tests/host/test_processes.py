@@ -69,7 +69,7 @@ async def test_a_process_that_ends_by_itself_takes_its_tree_along(
     await host.spawn(python("engine-0", grow + "sys.exit(3)", *tree("unused").argv))
     ended = await host.wait("engine-0")
     assert (ended.returncode, ended.requested) == (3, False)
-    await roster.empty(1)
+    await roster.empty(5)
 
 
 SIGN_IN = "import os, signal, sys; fd = os.open(sys.argv[1], os.O_WRONLY); os.write(fd, b'%d\\n' % os.getpid()); "
@@ -91,9 +91,9 @@ async def test_stop_kills_the_tree_of_those_who_do_not(host: EngineHost, roster:
     await roster.pids(3)
     start = time.monotonic()
     ended = await host.stop("engine-0", grace_s=0.3)
-    assert 0.3 <= time.monotonic() - start < 3
+    assert 0.3 <= time.monotonic() - start < 8
     assert (ended.returncode, ended.requested) == (-signal.SIGKILL, True)
-    await roster.empty(1)
+    await roster.empty(5)
 
 
 async def test_a_second_stop_can_only_shorten_the_grace(host: EngineHost, roster: Roster, tree: TreeSpec) -> None:
@@ -111,7 +111,7 @@ async def test_kill_is_at_once(host: EngineHost, roster: Roster, tree: TreeSpec,
     await roster.pids(3)
     ended = await host.kill("engine-0")
     assert (ended.returncode, ended.requested, ended.log_tail) == (-signal.SIGKILL, True, "the tree has grown")
-    await roster.empty(1)
+    await roster.empty(5)
     told = [event for event in events.recent if event["kind"].startswith("process_")]
     assert [event["kind"] for event in told] == ["process_spawned", "process_exited"]
     assert told[1] | {"pid": pid, "name": "engine-0", "returncode": -9, "requested": True, "survivors": 0} == told[1]
@@ -213,7 +213,7 @@ async def test_a_killed_guardian_is_an_exit_like_any_other(
     os.kill(parent_of(pid), signal.SIGKILL)
     ended = await host.wait("engine-0", timeout_s=5)
     assert (ended.returncode, ended.requested) == (-signal.SIGKILL, False)
-    await roster.empty(3)
+    await roster.empty(5)
     await host.signal("other", 0 + signal.SIGUSR1)
     assert (await host.wait("other")).returncode == -signal.SIGUSR1  # the others lived on
 

@@ -41,8 +41,8 @@ class Fleet:
         return [status.state.value for status in self.controller.fleet().engines]
 
 
-async def eventually(satisfied: Callable[[], bool], timeout_s: float = 3.0) -> None:
-    """Waits for something that no event tells."""
+async def eventually(satisfied: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits for something that no event tells; the limit is for a machine that does much else, speed is no subject."""
     with anyio.fail_after(timeout_s):
         while True:
             if satisfied():

@@ -44,6 +44,8 @@ class StandIn:
     keys: list[str | None] = field(default_factory=list)
     """Routing keys that arrived here."""
     running: int = 0
+    looks: int = 0
+    """How often its health was asked for, and told."""
     silent: bool = False
     """Answers nothing at all, as a stopped process."""
     drops: bool = False
@@ -62,7 +64,7 @@ class StandIn:
             self._released = None
 
     async def until_running(self, count: int) -> None:
-        with anyio.fail_after(5):
+        with anyio.fail_after(20):
             while self.running < count:
                 await self._changed.wait()
 
@@ -71,6 +73,7 @@ class StandIn:
             await anyio.sleep_forever()
         if request.path == "/generate":
             return await self._generate(request)
+        self.looks += request.path == "/ping"
         model = {"model_path": "", "served_model_name": "m", "tp_size": 1, "dp_size": 1, "is_generation": True}
         known = {"/ping", "/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
         return web.json_response(model) if request.path in known else web.Response(status=404)

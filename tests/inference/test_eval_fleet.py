@@ -162,7 +162,7 @@ async def test_an_engine_that_is_started_again_loads_the_pinned_checkpoint_befor
 
         evaluated.engines[0].script(instead("update_weights_from_disk", look))
         await evaluated.fleet.host.signal("eval-0", signal.SIGKILL)
-        await eventually(lambda: evaluated.engines[0].lives == 2 and evaluated.serve("0.3"), 5)
+        await eventually(lambda: evaluated.engines[0].lives == 2 and evaluated.serve("0.3"))
         assert seen == [[evaluated.engines[1].url]]
         assert evaluated.engines[0].weights.digest == evaluated.engines[1].weights.digest
 

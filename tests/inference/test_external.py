@@ -103,7 +103,7 @@ async def test_an_external_engine_that_goes_away_is_found_by_probes_and_joins_an
             stranger.engine.kill()
         else:
             stranger.engine.script(freeze("health_generate"))
-        await eventually(lambda: fleet.states()[1] in ("quarantined", "starting"), 5)
+        await eventually(lambda: fleet.states()[1] in ("quarantined", "starting"))
         await eventually(lambda: fleet.router.workers == [fleet.engines[0].url])
         await publish(fleet, "0.1", tmp_path)  # goes on without it
         if way == "dies":
@@ -112,7 +112,7 @@ async def test_an_external_engine_that_goes_away_is_found_by_probes_and_joins_an
         else:
             assert stranger.engine.alive  # nobody killed it
             stranger.engine.thaw()
-        await eventually(lambda: serves(fleet, 1, "0.1"), 5)
+        await eventually(lambda: serves(fleet, 1, "0.1"))
         assert fleet.controller.fleet().engines[1].endpoint.generation >= 1
         assert stranger.engine.weights.digest == fleet.engines[0].weights.digest
 
@@ -123,7 +123,7 @@ async def test_without_a_shared_directory_it_waits_for_the_next_publication(
     async with beside_one_stranger(start_fleet, **FAST) as (fleet, stranger):
         await publish(fleet, "0.0", tmp_path)
         await stranger.restart()
-        await eventually(lambda: fleet.states() == ["serving", "pending_weights"], 5)
+        await eventually(lambda: fleet.states() == ["serving", "pending_weights"])
         assert "update_weights_from_disk" not in stranger.engine.calls
         assert fleet.router.workers == [fleet.engines[0].url]
         await publish(fleet, "0.1", tmp_path)
@@ -136,12 +136,12 @@ async def test_an_engine_that_leaves_is_not_counted_on_by_one_that_cannot_load_t
     async with beside_one_stranger(start_fleet, **FAST) as (fleet, stranger):
         await publish(fleet, "0.0", tmp_path)
         await stranger.restart()
-        await eventually(lambda: fleet.states() == ["serving", "pending_weights"], 5)
+        await eventually(lambda: fleet.states() == ["serving", "pending_weights"])
         assert not fleet.controller.fleet().needs_publication
         fleet.engines[0].script(refuse("flush_cache", times=None))  # it has a request that does not end
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(partial(fleet.controller.stop_cell, "engine-0", force=True))
-            with anyio.fail_after(2):
+            with anyio.fail_after(10):
                 await fleet.controller.wait_publication_needed()
             assert fleet.states() == ["draining", "pending_weights"]
             task_group.cancel_scope.cancel()
@@ -157,7 +157,7 @@ async def test_one_that_restarts_unseen_between_two_probes_serves_no_old_weights
         await stranger.restart()
         assert stranger.engine.version == "default"
         fleet.controller.health_monitoring_resume()
-        await eventually(lambda: fleet.states() == ["serving", "pending_weights"], 5)
+        await eventually(lambda: fleet.states() == ["serving", "pending_weights"])
         assert fleet.router.workers == [fleet.engines[0].url]
 
 
@@ -194,7 +194,7 @@ async def test_disposal_does_not_wait_for_one_that_hangs(
     async with beside_one_stranger(start_fleet) as (fleet, stranger):
         await publish(fleet, "0.0", None)
         stranger.engine.suspend()
-        await dispose_within(fleet, 2)
+        await dispose_within(fleet, 10)
 
 
 async def test_it_is_stopped_and_started_like_others_but_lives_on(start_fleet: StartFleet, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ async def ask_at_once(router_url: str, requests: int, *, retries: int) -> list[G
     """As many requests as are wanted, all at once; raises where one has no answer in the end."""
     generations: list[Generation] = []
     policy = RetryPolicy(retries=retries, patience_s=10.0, first_delay_s=0.1)
-    client = RolloutClient(router_url, vocab_size=1 << 20, concurrency=requests, timeout_s=2.0, policy=policy)
+    client = RolloutClient(router_url, vocab_size=1 << 20, concurrency=requests, timeout_s=10.0, policy=policy)
 
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))
@@ -197,13 +197,13 @@ async def test_a_hundred_requests_right_after_the_first_publication_need_no_seco
 async def test_traffic_returns_by_itself_after_all_engines_stood_still(
     start_fleet: StartFleet, tmp_path: Path, how_long: str
 ) -> None:
-    health = {"interval_s": 0.1, "timeout_s": 0.3, "failures": 2}
+    health = {"interval_s": 0.1, "timeout_s": 0.3 if how_long == "for good" else 5.0, "failures": 2}
     async with start_fleet(2, restarts=3, health=health) as fleet:
         await publish(fleet, "0.0", tmp_path)
         for engine in fleet.engines:
             engine.suspend()
         if how_long == "for good":
-            await eventually(lambda: [engine.lives for engine in fleet.engines] == [2, 2], 5)
+            await eventually(lambda: [engine.lives for engine in fleet.engines] == [2, 2])
             lives = [2, 2]
         else:
             await anyio.sleep(0.25)

@@ -156,7 +156,7 @@ async def test_requests_through_its_router_are_answered(start_fleet: StartFleet)
 async def test_disposal_ends_it_with_the_rest(start_fleet: StartFleet) -> None:
     async with with_judge(start_fleet) as judged:
         await judged.fleet.controller.wait_ready()
-        await dispose_within(judged.fleet, 2)
+        await dispose_within(judged.fleet, 10)
         assert not judged.judges[0].alive and not judged.router.alive
         assert judged.states() == ["stopped"]
     assert judged.fleet.failures == []

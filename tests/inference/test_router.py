@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -87,20 +86,25 @@ async def test_engines_that_were_all_silent_get_traffic_again_by_themselves(star
         async def both_serve() -> bool:
             return await router.generate() == 200 and all(engine.served for engine in engines)
 
-        await eventually(all_given_up, 10)
+        await eventually(all_given_up, 20)
         assert await router.generate() == 503
         for engine in engines:
             engine.silent = False
-        await eventually(both_serve, 4)
+        await eventually(both_serve, 20)
 
 
 async def test_a_paused_engine_is_not_dead(start_router: StartRouter) -> None:
-    async with stand_ins(1) as [engine], start_router(**WATCHFUL) as router:
+    async with stand_ins(1) as [engine], start_router(health_interval_s=1, health_failures=1) as router:
         await router.add(engine)
         engine.hold()
         async with router.requests(8) as early:
             await engine.until_running(8)
-            await anyio.sleep(2.5)  # two looks at its health, of which one in vain would do
+            before = engine.looks
+
+            async def looked_at() -> bool:
+                return engine.looks >= before + 2  # one look in vain would do
+
+            await eventually(looked_at, 20)
             async with router.requests(1) as late:
                 await engine.until_running(9)
                 engine.release()
@@ -127,9 +131,8 @@ async def test_removal_lets_running_requests_end_and_sends_no_more(start_router:
         leaving.hold()
         async with router.requests(12) as statuses:
             await leaving.until_running(6)
-            began = time.monotonic()
-            await router.client.remove(leaving.url)
-            assert time.monotonic() - began < 1
+            with anyio.fail_after(10):  # its requests do not end before they are let
+                await router.client.remove(leaving.url)
             assert Counter(await router.burst(10)) == {200: 10}
             assert leaving.running == 6
             leaving.release()
@@ -142,12 +145,10 @@ async def test_an_engine_that_dies_costs_its_own_requests_only_and_they_fail_at_
         await router.add(dying, staying)
         dying.hold()
         dying.drops = True
-        with anyio.fail_after(5):
+        with anyio.fail_after(20):  # else at the deadline of their client
             async with router.requests(12) as statuses:
                 await dying.until_running(6)
                 dying.release()
-                died = time.monotonic()
-        assert time.monotonic() - died < 0.5
         assert statuses.count(200) == len(staying.served) == 6
         assert all(status in (500, 502) for status in statuses if status != 200)
 
@@ -159,21 +160,18 @@ async def test_a_router_that_is_killed_breaks_its_connections_and_can_start_agai
         await router.add(*engines)
         for engine in engines:
             engine.hold()
-        broken: list[float] = []
 
         async def request() -> None:
             with pytest.raises(aiohttp.ServerDisconnectedError):
                 await router.generate()
-            broken.append(time.monotonic())
 
-        async with anyio.create_task_group() as group:
-            for _ in range(6):
-                group.start_soon(request)
-            for engine in engines:
-                await engine.until_running(3)
-            await router.kill()
-            killed = time.monotonic()
-        assert max(broken) - killed < 0.5
+        with anyio.fail_after(20):  # else at the deadline of their client
+            async with anyio.create_task_group() as group:
+                for _ in range(6):
+                    group.start_soon(request)
+                for engine in engines:
+                    await engine.until_running(3)
+                await router.kill()
         with pytest.raises(aiohttp.ClientConnectorError):
             await router.generate()
         with pytest.raises(EngineError, match="router: GET /workers"):
@@ -215,6 +213,6 @@ async def test_arguments_are_passed_through_to_the_router(start_router: StartRou
             async def others_refused() -> bool:
                 return statuses == [429] * 3
 
-            await eventually(others_refused, 5)
+            await eventually(others_refused, 20)
             engine.release()
         assert statuses == [429] * 3 + [200] * 2

@@ -28,7 +28,7 @@ async def test_an_engine_whose_registration_was_cancelled_is_registered_all_the_
             await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert scope.cancelled_caught
         assert fleet.states() == ["serving", "serving"]  # it was committed
-        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"), 5)
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
     assert fleet.failures == []
 
 

@@ -26,9 +26,9 @@ from tests.inference.transaction_rig import (
     cancel_at,
     check_after,
     fail_one_engine,
-    rig,
     shorten_deadlines,
 )
+from tests.inference.transaction_rig import impatient_rig as rig
 from tests.scripted import Fault, die, hang, instead, refuse
 
 pytestmark = pytest.mark.anyio

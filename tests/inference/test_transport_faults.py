@@ -24,9 +24,9 @@ from tests.inference.transaction_rig import (
     check_after,
     fail_one_engine,
     fail_trainer,
-    rig,
     shorten_deadlines,
 )
+from tests.inference.transaction_rig import impatient_rig as rig
 from tests.scripted import refuse
 
 pytestmark = pytest.mark.anyio

@@ -299,7 +299,7 @@ def test_thousands_of_live_groups_cost_microseconds_each() -> None:
     admission = filled(Limits(1024, 3))
     live, steps = [str(number) for number in range(admission.live)], 8
     assert len(live) == 4096
-    began, number = time.perf_counter(), len(live)
+    began, number = time.process_time(), len(live)
     for step in range(steps):
         for group_id in live:
             admission.start(group_id)
@@ -313,4 +313,4 @@ def test_thousands_of_live_groups_cost_microseconds_each() -> None:
         number += len(live)
         for group_id in live:
             admission.admit(group_id)
-    assert (time.perf_counter() - began) / number < 200e-6
+    assert (time.process_time() - began) / number < 200e-6

@@ -2,7 +2,8 @@
 
 An engine costs 25 to 60 CPU seconds to start, so all system tests share it. They run in one event loop (the backend
 fixture has session scope, so anyio keeps its runner), one after the other. A test leaves the fleet serving:
-`serving_fleet` sees to it, and looks for what stayed paused.
+`serving_fleet` sees to it, and looks for what stayed paused. Whole jobs whose subject is not the start or the end of an
+engine take that of the fleet as an external one (`shared_engine`).
 """
 
 from __future__ import annotations
@@ -147,3 +148,16 @@ async def serving_fleet(fleet: RealFleet) -> AsyncIterator[RealFleet]:
         assert status.state is EngineState.SERVING
         async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
             await client.generate([5], timeout_s=10)
+
+
+@pytest.fixture
+async def shared_engine(serving_fleet: RealFleet) -> AsyncIterator[str]:
+    """Url of the shared fleet's engine, which holds the first model, for a whole job that takes it as an external one.
+
+    The fleet's own loop stands still while such a test, which is synchronous, runs. However the job ends, it leaves the
+    engine idle and unpaused, and the next test publishes other weights to it.
+    """
+    [status] = serving_fleet.controller.fleet().engines
+    yield status.endpoint.url
+    async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
+        await client.flush_cache()  # refused while it has a request

@@ -47,12 +47,18 @@ max_running_requests = 64
 """
 
 
-def write_recipe(directory: Path, model: Path, *, steps: int = 3, prompts: int = 64, extra: str = "") -> Path:
-    """A small job on a tiny model: recipe, prompts, and a run directory, all under `directory`."""
+def write_recipe(
+    directory: Path, model: Path, *, steps: int = 3, prompts: int = 64, engine_url: str | None = None, extra: str = ""
+) -> Path:
+    """A small job on a tiny model: recipe, prompts, and a run directory, all under `directory`.
+
+    `engine_url`: an external engine, in place of one that the job starts.
+    """
     data = directory / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"count {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
     recipe = directory / "recipe.toml"
-    recipe.write_text(RECIPE.format(run=directory / "run", model=model, data=data, steps=steps) + extra)
+    external = "" if engine_url is None else f'external = ["{engine_url}"]\n'
+    recipe.write_text(RECIPE.format(run=directory / "run", model=model, data=data, steps=steps) + external + extra)
     return recipe
 
 
@@ -204,3 +210,13 @@ def run(recipe: Path, *options: str, timeout_s: float, **how: Any) -> tuple[int,
         code = started.process.wait(timeout=timeout_s)
         started.assert_nothing_is_left(within_s=15)
         return code, started.output.read_text(), started
+
+
+def refused(recipe: Path, *options: str, timeout_s: float = 120, **how: Any) -> str:
+    """Runs a job to its failure, which is one message and leaves nothing; returns that message."""
+    code, output, _ = run(recipe, *options, timeout_s=timeout_s, **how)
+    assert code not in (0, -9), output
+    # Of ours: an engine's own, in the last lines of its log, is indented.
+    assert not any(line.startswith("Traceback") for line in output.splitlines()), output
+    assert sum(line.startswith("error: ") for line in output.splitlines()) == 1, output
+    return output[output.index("error: ") :]

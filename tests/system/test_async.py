@@ -16,9 +16,9 @@ TRAIN_ASYNC = ROOT / "entrypoints" / "train_async.py"
 
 
 def test_engines_generate_ahead_and_every_group_is_accounted_for(
-    tmp_path: Path, tiny_models: tuple[Path, Path]
+    tmp_path: Path, tiny_models: tuple[Path, Path], shared_engine: str
 ) -> None:
-    recipe = write_recipe(tmp_path, tiny_models[0], steps=4)
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=4, engine_url=shared_engine)
     options = ("--rollout.max_staleness", "1", "--rollout.max_new_tokens", "160", "--rollout.ignore_eos")
     code, output, started = run(recipe, *options, timeout_s=240, entry=TRAIN_ASYNC)
     assert code == 0, output

@@ -83,11 +83,35 @@ def assert_it_ends(tmp_path: Path, model: Path, way: str, moment: str, ranks: in
         assert started.process.wait(timeout=5) != 0
 
 
-@pytest.mark.parametrize(
-    ("way", "moment"), [("KILL", "start+2"), ("agent TERM", "start+2"), ("Ctrl-C twice", "generate")]
-)
+@pytest.mark.parametrize(("way", "moment"), [("KILL", "start+2"), ("agent TERM", "start+2")])
 def test_nothing_outlives_the_job(tmp_path: Path, tiny_models: tuple[Path, Path], way: str, moment: str) -> None:
     assert_it_ends(tmp_path, tiny_models[0], way, moment)
+
+
+def test_a_job_survives_the_death_of_its_only_engine_and_neither_life_of_that_outlives_ctrl_c(
+    tmp_path: Path, tiny_models: tuple[Path, Path]
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=100_000)
+    options = ("--rollout.max-new-tokens", "200", "--rollout.ignore-eos")  # 2 s, so that signals land in it
+    with job(recipe, *options, torchrun=1) as started:
+        started.wait_for_event("groups_trained", 150)
+        started.note_ports()
+        [engine] = [e for e in started.events() if e["kind"] == "process_spawned" and e["name"] == "engine-0"]
+        os.kill(engine["pid"], signal.SIGKILL)
+        # The one that was on its way may have been finished before.
+        started.wait_for("steps with the new engine", lambda: len(ids(started, "trainer_stepped", "step")) >= 4, 200)
+        started.wait_for("generation", lambda: is_in(started, "generate"), 60)
+        started.note_ports()
+        end(started, "Ctrl-C twice")
+        started.assert_nothing_is_left(LIMIT_S)
+        assert started.process.wait(timeout=5) != 0
+    events = started.events()
+    assert [event["kind"] for event in events].count("process_restarting") == 1
+    trained = [event["group_ids"] for event in events if event["kind"] == "groups_trained"]
+    assert len({group for groups in trained for group in groups}) == 4 * len(trained) >= 12
+    # Either it loaded what was published, or the next publication found it waiting.
+    back = [e for e in events if e["kind"] == "engine_state" and e["generation"] == 1 and e["state"] == "serving"]
+    assert back and back[0]["version"] is not None
 
 
 @pytest.mark.long

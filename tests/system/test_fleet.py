@@ -207,6 +207,7 @@ async def test_a_router_whose_only_engine_stood_still_serves_again_by_itself(ser
         await generate_through_router(serving_fleet, session, 2)
 
 
+@pytest.mark.long
 async def test_an_engine_on_a_broken_model_is_reported_at_once_and_nothing_stays(
     tiny_models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.jobs import ROOT, job, run, write_recipe
+from tests.system.jobs import job, run, write_recipe
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -47,33 +47,6 @@ def test_two_ranks_train_evaluate_export_and_leave_nothing(tmp_path: Path, tiny_
     assert kinds.count("weights_published") == 3 and kinds.count("groups_trained") == 2
     published = [event["version"] for event in started.events() if event["kind"] == "weights_published"]
     assert published == ["0.0", "0.1", "0.2"]
-
-
-def test_a_loop_of_ones_own_runs_over_the_public_components(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
-    recipe = write_recipe(tmp_path, tiny_models[0], steps=2)
-    code, output, started = run(recipe, timeout_s=240, entry=ROOT / "entrypoints" / "own_loop.py")
-    assert code == 0, output
-    assert json.loads((started.run_dir / "summary.json").read_text())["steps"] == 2
-
-
-def test_a_job_with_one_engine_survives_its_death(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
-    recipe = write_recipe(tmp_path, tiny_models[0], steps=6)
-    with job(recipe) as started:
-        started.wait_for_event("groups_trained", 150)
-        [engine] = [e for e in started.events() if e["kind"] == "process_spawned" and e["name"] == "engine-0"]
-        os.kill(engine["pid"], signal.SIGKILL)
-        code = started.process.wait(timeout=200)
-        assert code == 0, started.text()
-        started.assert_nothing_is_left(within_s=15)
-    events = started.events()
-    kinds = [event["kind"] for event in events]
-    assert kinds.count("process_restarting") == 1
-    trained = [event["group_ids"] for event in events if event["kind"] == "groups_trained"]
-    assert len(trained) == 6
-    assert len({group for groups in trained for group in groups}) == 6 * 4
-    # Either it loaded what was published, or the next publication found it waiting.
-    back = [e for e in events if e["kind"] == "engine_state" and e["generation"] == 1 and e["state"] == "serving"]
-    assert back and back[0]["version"] is not None
 
 
 @pytest.mark.long

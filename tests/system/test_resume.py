@@ -47,9 +47,10 @@ def test_a_killed_rank_brings_the_gang_back_with_the_weights_of_the_last_checkpo
 
 
 def test_a_job_that_sigterm_stops_between_two_steps_is_saved_and_its_batches_train_again_to_the_last_bit(
-    tmp_path: Path, tiny_models: tuple[Path, Path]
+    tmp_path: Path, tiny_models: tuple[Path, Path], shared_engine: str
 ) -> None:
-    recipe = write_recipe(tmp_path, tiny_models[0], steps=100, extra="[checkpoint]\nevery = 100\n")
+    checkpoint = "[checkpoint]\nevery = 100\n"
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=100, engine_url=shared_engine, extra=checkpoint)
     # Long answers of which little is trained: the signal meets the engines at work, not the trainer.
     options = ("--rollout.max_new_tokens", "300", "--rollout.ignore_eos", "--debug.save_rollouts")
     with job(recipe, *options) as started:
@@ -72,9 +73,9 @@ def test_a_job_that_sigterm_stops_between_two_steps_is_saved_and_its_batches_tra
 
 
 def test_engines_without_a_trainer_fill_batches_that_a_trainer_without_engines_takes(
-    tmp_path: Path, tiny_models: tuple[Path, Path]
+    tmp_path: Path, tiny_models: tuple[Path, Path], shared_engine: str
 ) -> None:
-    recipe = write_recipe(tmp_path, tiny_models[0], steps=3)
+    recipe = write_recipe(tmp_path, tiny_models[0], steps=3, engine_url=shared_engine)
     code, output, started = run(recipe, "--debug.rollout_only", "--debug.save_rollouts", timeout_s=START_S)
     assert code == 0, output
     assert [event["kind"] for event in started.events()].count("groups_trained") == 3

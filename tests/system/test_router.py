@@ -48,7 +48,7 @@ async def test_a_paused_engine_keeps_its_place_and_a_routing_key_means_nothing_t
 ) -> None:
     [status] = serving_fleet.controller.fleet().engines
     engine = status.endpoint
-    watchful = {"health_interval_s": 1, "health_failures": 1, "args": {"health_check_timeout_secs": 1}}
+    watchful = {"health_interval_s": 1, "health_failures": 1, "args": {"health_check_timeout_secs": 2}}
     async with (
         real_router(tmp_path, policy="manual", sticky="group", **watchful) as router,
         EngineClient.open(engine.engine_id, engine.url) as client,
@@ -63,7 +63,7 @@ async def test_a_paused_engine_keeps_its_place_and_a_routing_key_means_nothing_t
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(request, "early")
-                await anyio.sleep(3)  # two looks at its health, of which one in vain would do
+                await anyio.sleep(4)  # two looks at its health, of which one in vain would do
                 assert [worker.is_healthy for worker in await router.client.workers()] == [True]
                 group.start_soon(request, "late")
                 await anyio.sleep(0.2)

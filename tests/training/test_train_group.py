@@ -23,7 +23,7 @@ from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
 from asyncrl.training import train_group
-from asyncrl.training.train_group import TrainGroup
+from asyncrl.training.train_group import SHUTDOWN_TIMEOUT_S, TrainGroup
 from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
 
 Call = Callable[[TrainGroup], Awaitable[Any]]
@@ -111,7 +111,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_at_once(method: str) -> 
     assert "trainer rank 1: ValueError: boom" in first
     assert "worlds.py" in first and "raise_value_error" in first, "the last frames are shown"
     assert again == first, "a broken trainer takes no further command"
-    assert seconds < 3.0
+    assert seconds < 10.0
     assert kinds[-1] == "trainer_rank_failed"
     assert world.exit_codes == (0, 1)
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_is_named_and_not_the_rank_whose_collective_broke(
 
     message, seconds = world.value
     assert message.startswith("trainer rank 2: its process ended")
-    assert seconds < 3.0
+    assert seconds < 10.0
     assert world.exit_codes[2] == -9
 
 
@@ -147,14 +147,14 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs() -> None:
     message, dispose_s = world.value
     assert "training on rollout 0 did not end within 1 s" in message
     assert "rank 1 is at:" in message and "time.sleep(1000)" in message
-    assert dispose_s < 2.0
+    assert dispose_s < SHUTDOWN_TIMEOUT_S
     assert None not in world.exit_codes, "the hanging rank ends itself once rank 0 gave up"
 
 
 def test_a_rank_that_dies_while_nobody_waits_ends_the_job() -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
-        await anyio.sleep(10.0)
+        await anyio.sleep_forever()
 
     def delayed_death() -> None:
         threading.Timer(0.3, die).start()
@@ -185,6 +185,9 @@ def test_what_rank_zero_says_of_a_failure_that_all_ranks_see_is_what_is_told() -
         raise NonFiniteError("the batch is saved in runs/really")
 
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        train_group.BLAME_GRACE_S = (
+            3.0  # of this process; the little later may be long on a machine that does much else
+        )
         await group.init()
         with pytest.raises(NonFiniteError) as caught:
             await group.train(0, make_batch())
@@ -267,16 +270,24 @@ def test_a_failing_sink_is_no_failure_of_a_rank_and_the_export_is_walked_to_its_
     assert calls == 1 + 2 * len(SPECS) + 1
 
 
+async def begin_and_give_up(group: TrainGroup) -> bool:
+    """Gives a step up once the trainer thread is at it; whether it was cancelled."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.train, 0, make_batch())
+        while group.statistics().thread.running is None:  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+        tasks.cancel_scope.cancel()
+    return tasks.cancel_scope.cancelled_caught
+
+
 def test_a_cancelled_call_leaves_the_ranks_in_step() -> None:
     def slow() -> None:
-        time.sleep(0.3)
+        time.sleep(1.0)
 
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
-        with anyio.move_on_after(0.1) as scope:
-            await group.train(0, make_batch())
-        metrics = await group.train_sft(make_batch(), 0.25)
-        return scope.cancelled_caught, metrics
+        cancelled = await begin_and_give_up(group)
+        return cancelled, await group.train_sft(make_batch(), 0.25)
 
     cancelled, metrics = run_world(scenario, faults={(1, "train"): slow}).value
     assert cancelled
@@ -286,14 +297,13 @@ def test_a_cancelled_call_leaves_the_ranks_in_step() -> None:
 def test_what_an_abandoned_call_raises_breaks_the_trainer() -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
-        with anyio.move_on_after(0.1):
-            await group.train(0, make_batch())
+        await begin_and_give_up(group)
         with pytest.raises(TrainerError) as caught:
             await group.reset_optimizer()
         return str(caught.value)
 
     def slow_failure() -> None:
-        time.sleep(0.3)
+        time.sleep(1.0)
         raise_value_error()
 
     assert "boom" in run_world(scenario, world_size=1, faults={(0, "train"): slow_failure}).value

@@ -161,8 +161,8 @@ def run_world(
     config: Mapping[str, Any] | None = None,
     on_init: Callable[[ScriptedTrainer], object] = id,
     make_trainer: TrainerFactory | None = None,
-    timeout_s: float = 20.0,
-    linger_s: float = 8.0,
+    timeout_s: float = 90.0,
+    linger_s: float = 20.0,
 ) -> World:
     """Runs `scenario` on rank 0 of a fresh world. An exception of it is raised here, as a text.
 

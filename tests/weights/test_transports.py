@@ -246,7 +246,7 @@ async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: Thread
     engine = await start()
     engine.script(refuse(JOIN))
     transport = make_broadcast(timeout_s=60.0)
-    with anyio.fail_after(3.0):
+    with anyio.fail_after(20.0):
         result = await transport.transfer(source, endpoints([engine]))
     assert result.failures["engine-0"].kind is FailureKind.REFUSED and not result.touched
     await transport.aclose()
@@ -272,7 +272,7 @@ async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(
     for engine in engines:
         engine.engine.faults.clear()
         engine.engine.weights.reset()
-    await source.call(lambda: None, what="turn after the cancelled export", timeout_s=2.0)
+    await source.call(lambda: None, what="turn after the cancelled export", timeout_s=10.0)
 
     result = await transport.transfer(source, endpoints(engines))
     assert not result.failures and result.source_error is None
