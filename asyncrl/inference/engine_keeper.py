@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from asyncrl.inference.keeper import Keeper, KeeperSettings
 from asyncrl.inference.lifecycle import LIVE
 from asyncrl.inference.processes import first_end, working_processes
 from asyncrl.inference.restarts import RestartHistory
+from asyncrl.inference.together import await_any
 from asyncrl.observability.waits import WAITS
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class EngineKeeper(Keeper):
             )
             with WAITS.register("restart", self.engine.engine_id, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
+            await await_any(partial(self.settings.routing.forgotten, self.engine), self._unwanted.wait)
             try:
                 await self.settings.gpus.wait_turn(self.engine, self._unwanted)
             except EngineError as error:

@@ -7,6 +7,8 @@ Invariants
 - A router that is down refuses nothing: whoever is routed is told to the next one (`restore`), and a dead router
   knows nobody. An engine that is being updated, or whose memory is away, may be unable to answer a router that looks it
   up: it is not to blame for that, and is told again once it serves.
+- An engine that is started again on its address is unknown to the router before that (`forgotten`), also to one that
+  stood still as it was to be taken out.
 - An engine that is taken out while it is being added ends up unknown. The router lists a worker only some time after it
   was asked to, so `tend` looks for latecomers afterwards; nobody waits for them.
 """
@@ -17,6 +19,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
+import structlog
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
@@ -24,15 +27,20 @@ from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.lifecycle import ROUTABLE
 from asyncrl.inference.router import WORKER_TIMEOUT_S, RouterClient, Worker
 from asyncrl.inference.sessions import on_each
+from asyncrl.observability.waits import waiting
 
 REMOVE_TIMEOUT_S = 1.0
 """A router that takes longer hangs, and is about to be restarted."""
 ANSWER_TIMEOUT_S = 2.0
+FORGOTTEN_TIMEOUT_S = 120.0
+"""By then a router that hangs was found out by its probes and is another."""
 LATE_S = 12.0
 """How long a router may still come to list a worker (`worker_startup_timeout_secs`, and a little)."""
 LOOK_S = 0.1
 PROBE_PATIENCE_S = 5.0
 """From the end of a router to an answer through its successor; 0.2 s measured."""
+
+_log = structlog.get_logger(__name__)
 
 Refuse = Callable[[ManagedEngine, str], Awaitable[None]]
 """What becomes of an engine that serves and that the router does not take, with the reason."""
@@ -78,6 +86,18 @@ class Routing:
             gone = True
         if not gone:  # the router stands still for a moment, or for good: `tend` sees to it
             self._interrupted.set()
+
+    async def forgotten(self, engine: ManagedEngine) -> None:
+        """Returns when the router does not list `engine`, which is not routed; warns where it never says so."""
+        try:
+            with waiting("removal from the router", engine.engine_id, FORGOTTEN_TIMEOUT_S):
+                while True:  # a router on its end has a successor, and one that stands still may go on
+                    with contextlib.suppress(EngineError, TimeoutError):
+                        await self.router.remove(engine.endpoint.url, ANSWER_TIMEOUT_S)
+                        return
+                    await anyio.sleep(LOOK_S)
+        except TimeoutError as error:
+            _log.warning("an engine is started that the router may still send requests to", reason=str(error))
 
     async def restore(self, engines: Iterable[ManagedEngine], refuse: Refuse) -> None:
         """Tells a new router of everyone who is routed."""

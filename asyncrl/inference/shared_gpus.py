@@ -17,6 +17,7 @@ import structlog
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
+from asyncrl.inference.together import await_any
 from asyncrl.observability.waits import waiting
 
 ENDED = frozenset({EngineState.DEAD, EngineState.QUARANTINED})
@@ -65,18 +66,8 @@ class SharedGpus:
                 "end of the trainer's turn on its GPUs", f"the loop, for {engine.engine_id}", self._patience_s
             ):
                 while self.keeps_out(engine) and not unwanted.is_set():
-                    await _first(self._changed, unwanted)
+                    await await_any(self._changed.wait, unwanted.wait)
         except TimeoutError as error:
             raise EngineError(
                 f"{engine.engine_id} is not started again: {error}; await onload() after training"
             ) from error
-
-
-async def _first(*events: anyio.Event) -> None:
-    async def one(event: anyio.Event) -> None:
-        await event.wait()
-        task_group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as task_group:
-        for event in events:
-            task_group.start_soon(one, event)

@@ -1,4 +1,4 @@
-"""Several things at once: ended whatever becomes of the others, or awaited until one fails."""
+"""Several things at once: ended whatever becomes of the others, or awaited until one fails, or until one has come."""
 
 from __future__ import annotations
 
@@ -44,3 +44,15 @@ async def await_all(*waits: Act) -> None:
             task_group.start_soon(one, wait)
     if errors:
         raise errors[0]
+
+
+async def await_any(*waits: Act) -> None:
+    """Returns when one of them has; the others are cancelled. None of them may fail."""
+
+    async def one(wait: Act) -> None:
+        await wait()
+        task_group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as task_group:
+        for wait in waits:
+            task_group.start_soon(one, wait)

@@ -8,6 +8,8 @@ Invariants
   still while engines are paused (`engine_clock.py`).
 - An attempt that ended without an answer is given up (`on_given_up`): an engine may still be at work on it.
 - While it is held nothing is sent, what is sent again included.
+- Once weights of a step were published, an answer made by others of which no step is known is none: an engine that was
+  just started again must not be asked before it holds what was published, and if it is all the same, it is a failure.
 - One session, whose pool is as large as the number of requests in flight: a smaller one would queue them unseen.
 """
 
@@ -28,6 +30,7 @@ import anyio
 import msgspec
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
+from asyncrl.data.staleness import step_of
 from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.events import RequestFailed
 from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy, parse_retry_after
@@ -112,6 +115,8 @@ class EngineClient:
         self._on_given_up = on_given_up
         self._keeps_kv = keeps_kv
         self._published: str | None = None
+        self._by_step = False
+        """Whether published versions name a step."""
         self._on_the_wire: set[str] = set()
         self._answered: anyio.Event | None = None
         """Somebody waits for answers; set with the next one."""
@@ -158,6 +163,7 @@ class EngineClient:
     def published(self, version: str) -> None:
         """Engines hold `version` now."""
         self._published = version
+        self._by_step = step_of(version) is not None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -243,9 +249,17 @@ class EngineClient:
         except AttemptFailed as failure:
             failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))
             raise
+        if self._by_step:
+            self._check_versions(generation)
         if not self._keeps_kv:
             return generation
         return replace(generation, versions=attribute_steps_in_flight(generation.versions, sent_under))
+
+    def _check_versions(self, generation: Generation) -> None:
+        for span in generation.versions:
+            if step_of(span.version) is None:
+                detail = f"tokens {span.start}-{span.end} were made by weights {span.version!r}, which nobody published"
+                raise AttemptFailed(FailureKind.MALFORMED, detail)
 
     def _report(self, sample_id: str, attempt: int, failure: AttemptFailed, *, retried: bool) -> None:
         self._failed_attempts[failure.kind] += 1

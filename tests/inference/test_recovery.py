@@ -335,6 +335,20 @@ async def test_a_router_that_stood_still_as_an_engine_was_taken_out_forgets_it_l
         await eventually(lambda: fleet.router.workers == [])
 
 
+async def test_an_engine_is_not_started_again_while_a_router_that_stands_still_may_send_it_requests(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1, restarts=3) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        fleet.router.faults.add(hang("workers", times=None))
+        await fleet.host.kill("engine-0")
+        await eventually(lambda: "process_restarting" in fleet.kinds())
+        await anyio.sleep(1.5)  # longer than anybody else waits for a router to take an engine out
+        assert fleet.engines[0].lives == 1 and len(fleet.router.workers) == 1
+        fleet.router.faults.clear()
+        await eventually(lambda: fleet.engines[0].lives == 2 and serves(fleet, 0, "0.0"))
+
+
 async def test_a_fleet_that_is_disposed_of_before_its_router_started_starts_none(start_fleet: StartFleet) -> None:
     async with start_fleet(1, restarts=3) as fleet:
         await fleet.controller.dispose()

@@ -180,6 +180,25 @@ async def test_what_an_engine_kept_of_an_earlier_job_is_not_taken_for_kv_of_the_
         assert first != second
 
 
+async def test_an_answer_of_weights_that_nobody_published_is_sent_for_again() -> None:
+    async with scripted_engine() as engine, client_of(engine.url, retries=1) as client:
+        client.published("0.1")
+        engine.version = "default"  # of an engine that was started again and asked too early
+
+        def corrected(request: Any, number: int) -> Action:
+            if number:
+                engine.version = "0.1"
+            return Action()
+
+        engine.script = corrected
+        generation = await generate(client)
+        assert {span.version for span in generation.versions} == {"0.1"}
+        assert client.statistics().failed_attempts == {FailureKind.MALFORMED: 1}
+        client.published("fixed")  # weights without a step never change
+        engine.script, engine.version = lambda request, number: Action(), "default"
+        assert (await generate(client)).versions[0].version == "default"
+
+
 async def test_a_router_that_is_not_there_yet_is_waited_for() -> None:
     async with scripted_engine() as gone:
         url = gone.url
