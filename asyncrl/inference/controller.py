@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
-from asyncrl.data.fleet import ACTOR, EvalFleetInfo, FleetView, UpdateAck, UpdateLease
+from asyncrl.data.fleet import ACTOR, EngineState, EvalFleetInfo, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
 from asyncrl.inference.actor import ActorParts, build_actor
 from asyncrl.inference.building import Builder, ServedModel
@@ -322,7 +322,8 @@ class InferenceController:
             )
         actor = self._started.actor
         await actor.wait_serving(purpose)
-        if not self._answered:
+        # Engines that are all being updated answer nobody before that has ended; whoever asks next finds out.
+        if not self._answered and any(engine.state is EngineState.SERVING for engine in actor.engines):
             await actor.routing.probe(self._published_version)
             self._answered = True
 

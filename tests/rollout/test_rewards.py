@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 import pytest
 from blockbuster import blockbuster_ctx
 
@@ -224,6 +225,10 @@ async def test_a_worker_killed_or_stopped_from_outside_is_replaced(tmp_path: Pat
         assert (await scorer.score(*sample_of())).failure == "the reward worker died (exit code -9)"
         assert (await scorer.score(*sample_of())).reward == 1.0
         await host.signal("reward-worker-0.1", signal.SIGSTOP)
+        worker = psutil.Process(int(pid_file.read_text()))
+        with anyio.fail_after(10):  # its guardian passes the signal on
+            while worker.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
         assert (await scorer.score(*sample_of())).failure == "the reward took longer than 1 s and was ended"
         assert (await scorer.score(*sample_of())).reward == 1.0
 

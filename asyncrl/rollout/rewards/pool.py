@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import structlog
 from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, TaskStatus
@@ -110,6 +111,7 @@ class WorkerPool:
         try:
             self._send.send_nowait(request)
         except anyio.ClosedResourceError:
+            await anyio.lowlevel.checkpoint()  # who scores in a loop is to be cancelled all the same
             return request.score
         try:
             # Without a deadline: the queue is part of it, and the worker's own call has the time limit.
