@@ -170,7 +170,7 @@ def held(names: set[str]) -> Any:
 
 async def saved_after_one_batch(start: StartExecutor, engine: AnsweringEngine, events: EventLog) -> dict[str, bytes]:
     """Batch 0 was trained, groups 3 and 5 are finished, 4 runs."""
-    missing, there = {"00000003", "00000005"}, anyio.Event()
+    missing, there = {f"{ordinal:08d}" for ordinal in (0, 1, 2, 3, 5)}, anyio.Event()
 
     def listen(line: dict[str, Any]) -> None:
         if line["kind"] == GroupFinished.kind:
@@ -183,12 +183,12 @@ async def saved_after_one_batch(start: StartExecutor, engine: AnsweringEngine, e
         engine.version = "0.0"
         executor.set_weight_version("0.0")
         executor.generate_ahead(0, 9)
+        with anyio.fail_after(10):  # a batch takes what is finished
+            await there.wait()
         await executor.get(0)
         with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
             await executor.save()
         await executor.commit(0)
-        with anyio.fail_after(10):
-            await there.wait()
         return await executor.save()
 
 
