@@ -18,6 +18,7 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
+from tests.rollout.fleet import eventually
 from tests.rollout.test_executor import group_of, sample_of
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
@@ -42,6 +43,7 @@ async def test_as_much_is_generated_ahead_as_the_weights_allow_and_no_more(start
         publish(engine, executor, 0)
         executor.generate_ahead(0, 3)
         await engine.until(lambda e: len(e.requests) == 2 * 12)  # nobody asked
+        await eventually(lambda: states(executor) == {"finished": 6})  # a batch takes what is finished
         batch = await executor.get(0)
         assert batch.group_ids == ("00000000", "00000001", "00000002")
         await executor.commit(0)
