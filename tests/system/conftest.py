@@ -160,4 +160,4 @@ async def shared_engine(serving_fleet: RealFleet) -> AsyncIterator[str]:
     [status] = serving_fleet.controller.fleet().engines
     yield status.endpoint.url
     async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
-        await client.flush_cache()  # refused while it has a request
+        await client.flush_cache(idle_timeout_s=20)  # refused while it has a request; the last ones end in a moment
