@@ -244,7 +244,7 @@ class WeightUpdates:
                 await self._give_up(lease, leased.values(), "the publisher aborted", untouched=untouched)
 
     async def _verify(self, engines: Sequence[ManagedEngine], missing: dict[str, str], version: str) -> bool:
-        """Adds engines whose weights are not as sent to `missing`; raises if that is all of them. False: not due."""
+        """Adds engines whose weights are not as sent to `missing`; raises if all ignored some. False: not due."""
         first = any(engine.baseline is not None for engine in engines)
         if not engines or self._config.verify == "never" or not (first or self._config.verify == "always"):
             return False
@@ -261,11 +261,12 @@ class WeightUpdates:
             names = unreceived(engine.baseline, checksums[engine.engine_id])
             if names:
                 wrong[engine.engine_id] = f"took the update but ignored {abbreviate(names)}"
+        ignored = bool(wrong)
         good = {engine_id: sums for engine_id, sums in checksums.items() if engine_id not in wrong}
         for engine_id, names in disagreement(good).items():
             wrong[engine_id] = f"holds other values than the other engines in {abbreviate(names)}"
         missing |= wrong
-        if wrong and all(engine.engine_id in missing for engine in engines):
+        if ignored and all(engine.engine_id in missing for engine in engines):
             raise WeightUpdateError(
                 f"weights {version} did not arrive as sent: {_told(wrong)}. The export must use the tensor names "
                 "of the checkpoint format that the engine loads"

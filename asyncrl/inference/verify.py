@@ -11,6 +11,7 @@ engine it rests on the trainer, whose exported names are those that it found in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from asyncrl.inference.engine_api import RankChecksums
@@ -29,9 +30,11 @@ def unreceived(before: Checksums, after: Checksums) -> tuple[str, ...]:
 
 
 def disagreement(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...]]:
-    """Engines that differ from the majority (the first of equals) → the tensors in which they do.
+    """Engines that differ from what most of them hold → the tensors in which they do.
 
-    Only engines with as many ranks hold the same shards, and are compared.
+    Where no values are held by more engines than any others, nobody knows which are right: all of them are accused,
+    each of the tensors in which it differs from another. Only engines with as many ranks hold the same shards, and are
+    compared.
     """
     found: dict[str, tuple[str, ...]] = {}
     for ranks in {len(sums) for sums in checksums.values()}:
@@ -41,12 +44,16 @@ def disagreement(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...
 
 def _disagreement_of_peers(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...]]:
     keys = {engine: tuple(rank.per_gpu_checksum for rank in ranks) for engine, ranks in checksums.items()}
-    values = list(keys.values())
-    if len(set(values)) <= 1:
+    counts = Counter(keys.values()).most_common()
+    if len(counts) <= 1:
         return {}
-    reference_key = max(dict.fromkeys(values), key=values.count)
-    reference = checksums[next(engine for engine, key in keys.items() if key == reference_key)]
-    return {engine: differing(reference, checksums[engine]) for engine, key in keys.items() if key != reference_key}
+    (most, count), (second, runner_up) = counts[:2]
+    holder = {key: checksums[engine] for engine, key in keys.items()}
+    if count > runner_up:
+        return {engine: differing(holder[most], checksums[engine]) for engine, key in keys.items() if key != most}
+    return {
+        engine: differing(holder[second if key == most else most], checksums[engine]) for engine, key in keys.items()
+    }
 
 
 def differing(reference: Checksums, actual: Checksums) -> tuple[str, ...]:

@@ -116,18 +116,30 @@ async def test_a_prompt_is_not_answered_from_the_cache_of_old_weights(start_flee
         assert logprobs == [logprob for logprob, _, _ in fresh["meta_info"]["output_token_logprobs"]]
 
 
+def hold_garbage(engine: ScriptedEngine) -> None:
+    """From the end of its next update on."""
+
+    async def flip_a_bit() -> None:
+        engine.weights.load([("layer.1", torch.zeros(16, 16))])
+
+    engine.script(instead("end_weight_update", flip_a_bit))
+
+
 async def test_an_engine_that_says_yes_and_holds_garbage_never_serves(start_fleet: StartFleet) -> None:
-    async with rig(start_fleet) as r:
-        broken = r.fleet.engines[1]
-
-        async def flip_a_bit() -> None:
-            broken.weights.load([("layer.1", torch.zeros(16, 16))])
-
-        broken.script(instead("end_weight_update", flip_a_bit))
+    async with rig(start_fleet, engines=3) as r:
+        hold_garbage(r.fleet.engines[1])
         await r.publish("0.0")
         assert r.complaints() == []
-        assert r.serves(0, "0.0")
-        assert not broken.alive
+        assert r.serves(0, "0.0") and r.serves(2, "0.0")
+        assert not r.fleet.engines[1].alive
+
+
+async def test_of_two_engines_of_which_one_holds_garbage_both_start_anew(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet, restarts=1) as r:
+        hold_garbage(r.fleet.engines[1])
+        await r.publish("0.0")  # once more, to those that came back
+        assert r.complaints() == [] and r.serves(0, "0.0") and r.serves(1, "0.0")
+        assert [engine.lives for engine in r.fleet.engines] == [2, 2]
 
 
 async def test_after_a_trainer_that_left_in_mid_transfer_no_engine_is_routed_until_it_holds_a_version(

@@ -29,6 +29,15 @@ def test_the_engine_outside_the_majority_is_named_with_its_tensors() -> None:
     assert disagreement(checksums) == {"e0": ("a",)}
 
 
+def test_of_engines_that_disagree_without_a_majority_none_is_believed() -> None:
+    right, wrong = ranks({"a": "1", "b": "2"}), ranks({"a": "9", "b": "2"})
+    for checksums in ({"e0": right, "e1": wrong}, {"e1": wrong, "e0": right}):
+        assert disagreement(checksums) == {"e0": ("a",), "e1": ("a",)}
+    four = {"e0": right, "e1": wrong, "e2": right, "e3": wrong}
+    assert disagreement(four) == dict.fromkeys(four, ("a",))
+    assert disagreement(four | {"e4": right}) == {"e1": ("a",), "e3": ("a",)}
+
+
 def test_engines_with_other_numbers_of_ranks_hold_other_shards_and_are_not_compared() -> None:
     halves, quarters = ranks({"a": "1"}, {"a": "2"}), ranks({"a": "1"}, {"a": "2"}, {"a": "3"}, {"a": "4"})
     whole, wrong = ranks({"a": "0"}), ranks({"a": "9"})
