@@ -134,12 +134,14 @@ async def test_an_engine_that_says_yes_and_holds_garbage_never_serves(start_flee
         assert not r.fleet.engines[1].alive
 
 
-async def test_of_two_engines_of_which_one_holds_garbage_both_start_anew(start_fleet: StartFleet) -> None:
+async def test_of_two_engines_of_which_one_holds_garbage_both_are_given_the_weights_again(
+    start_fleet: StartFleet,
+) -> None:
     async with rig(start_fleet, restarts=1) as r:
         hold_garbage(r.fleet.engines[1])
-        await r.publish("0.0")  # once more, to those that came back
+        report = await r.publish("0.0")
         assert r.complaints() == [] and r.serves(0, "0.0") and r.serves(1, "0.0")
-        assert [engine.lives for engine in r.fleet.engines] == [2, 2]
+        assert report.engines and [engine.lives for engine in r.fleet.engines] == [1, 1]
 
 
 async def test_after_a_trainer_that_left_in_mid_transfer_no_engine_is_routed_until_it_holds_a_version(
