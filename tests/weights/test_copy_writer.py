@@ -48,7 +48,7 @@ def fleet() -> AccountingFleet:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(copy_writer, "PATIENCE_S", 0.5)
     monkeypatch.setattr(copy_writer, "PATIENCE_S_PER_GB", 0.0)
 
 
@@ -135,7 +135,7 @@ async def test_a_disk_that_hangs_in_mid_write_costs_copies_until_it_answers(
     copies, transport = Copies(tmp_path), ExportingTransport()
     report = await run(fleet, source, transport, events, "0.1", copies)
     again = await run(fleet, source, transport, events, "0.2", copies)
-    assert 0.2 <= report.pause_s < 1.0 and again.pause_s < 0.2, "nobody waits for it a second time"
+    assert 0.5 <= report.pause_s < 2.0 and again.pause_s < 0.5, "nobody waits for it a second time"
     assert set(fleet.serving.values()) == {"0.2"}
     disk_answers.set()
     await eventually(lambda: copies.writer(source.tensor_specs) is not None)
@@ -170,7 +170,7 @@ async def test_a_slow_disk_costs_one_wait_and_no_pause_and_is_not_tried_again(
 ) -> None:
     copies = Copies(tmp_path, ahead_bytes=0)
     report = await run(fleet, source, ExportingTransport(), events, "0.1", copies)
-    assert report.seconds >= 0.2 > report.pause_s
+    assert report.seconds >= 0.5 > report.pause_s
     disk_answers.set()
     exported = source.exported
     for version in ("0.2", "0.3"):
