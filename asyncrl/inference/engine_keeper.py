@@ -4,7 +4,8 @@ Invariants
 - The end of the engine's process, or of one that it works with, is noticed at once; that it hangs, by health probes.
   In either case it leaves the router first.
 - A new process is a new generation, on the address of the one before: it is started once the router has forgotten that
-  (`Routing.forgotten`), so that no request comes before its time. It serves once it holds the published version (`catch_up`), not before.
+  (`Routing.forgotten`), so that no request comes too early. It serves once it holds the published version (`catch_up`),
+  not before.
 - A process that cannot be started counts as one that ended.
 - `run` returns when the engine is not wanted any more, and raises EngineError with the log's tail when the engine
   failed to start the first time, or ended more often than the policy allows. It raises nothing else.
