@@ -27,6 +27,7 @@ from typing import Literal
 
 import aiohttp
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
@@ -157,6 +158,7 @@ class EngineClient:
     async def answered(self, rids: Collection[str]) -> None:
         """Returns when none of these attempts is on the wire; each has its deadline."""
         while not self._on_the_wire.isdisjoint(rids):
+            await anyio.lowlevel.checkpoint_if_cancelled()  # others may be answered in every turn of the loop
             self._answered = self._answered or anyio.Event()
             await self._answered.wait()
 

@@ -183,7 +183,7 @@ class RolloutExecutor:
             min_usable=self._min_usable,
             ledger=self._ledger,
             events=self._events,
-            waiting=max(2, rollout.concurrency // (8 * rollout.samples_per_prompt)),
+            waiting=max(2, rollout.concurrency // rollout.samples_per_prompt),
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)

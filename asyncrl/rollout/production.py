@@ -1,13 +1,14 @@
 """Production: turns prompts into finished groups, as far ahead of the trainer as admission allows.
 
 Which group may begin and which make up a batch is decided in `admission.py`; this is the shell around it: a task for
-each group, the filters, and the wait for the next batch. A group is admitted only when it is about to get a slot of the
-engines, so that tasks, memory and the work of one turn of the event loop follow what runs, not what might.
+each group, the filters, and the wait for the next batch. A group is admitted only when it may get a slot of the engines
+soon, so that tasks and memory follow what runs, not what might.
 
 Invariants
 - Every admitted group ends once, in a batch or with a reason (`ledger.py`); `aclose` sees to those that are left.
 - Whoever gives up a `take` loses nothing: its groups stay for the next one.
 - A failure that ends the run stops all generation, and is raised by the `take` in progress or else by the next.
+- Every wait can be cancelled, also where groups end in each turn of the event loop (`_change`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Prompt, SampleGroup
@@ -87,7 +89,8 @@ class Production:
     ) -> None:
         """A group with fewer than `min_usable` usable samples is dropped.
 
-        `waiting` groups are admitted before they have a slot: as many as may find one in the same turn of the loop.
+        `waiting` groups are admitted before they have a slot: as many as may find one in the same turn of the loop,
+        which under load is a long one. Whoever waits costs nothing but memory: its deadline moves with the weights.
         """
         self._limits = limits
         self._waiting = waiting
@@ -124,7 +127,7 @@ class Production:
                         issue = self._admit(admission)
                         tasks.start_soon(self._run, issue, admission, name=f"group {issue.group_id}")
                     else:
-                        await self._changed.wait()
+                        await self._change()
                 tasks.cancel_scope.cancel()
         finally:
             self._ended.set()
@@ -326,7 +329,7 @@ class Production:
             if isinstance(decision, Batch):
                 return decision
             with WAITS.register("batch", str(decision), math.inf):  # every request below has its deadline
-                await self._changed.wait()
+                await self._change()
 
     def _delivered(self, admission: Admission, batch: Batch) -> Taken:
         """Carries out what admission decided."""
@@ -350,6 +353,14 @@ class Production:
     def _new_collection(self) -> Collection:
         batch = self._limits.batch
         return Collection(batch, max_drops=max(_MIN_DROPS, 2 * batch), max_filtered=_MAX_FILTERED * batch)
+
+    async def _change(self) -> None:
+        """Returns once something happened.
+
+        anyio cancels a task whose wait goes on, and this one may end in every turn before anyio looks: so it asks.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from blockbuster import blockbuster_ctx
 
@@ -69,7 +70,27 @@ async def test_groups_are_admitted_as_slots_become_free(start_executor: StartExe
         executor.generate_ahead(0, 1000)
         await engine.until(lambda e: e.in_flight == 6)
         await anyio.wait_all_tasks_blocked()
-        assert states(executor) == {"running": 2, "admitted": 2}
+        assert states(executor) == {"running": 2, "admitted": 2}, "no more than could take all slots"
+
+
+async def test_who_waits_for_a_batch_can_be_cancelled_while_something_happens_in_every_turn_of_the_loop(
+    start_executor: StartExecutor,
+) -> None:
+    hang = Action(fault="hang")
+    async with scripted_engine(lambda request, number: hang) as engine, start_executor(engine) as executor:
+        began = anyio.current_time()
+
+        async def something_happens() -> None:
+            while anyio.current_time() < began + 2:
+                executor._started.production._wake()
+                await anyio.lowlevel.checkpoint()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(something_happens)
+            with anyio.move_on_after(0.1):
+                await executor.get(0)
+            assert anyio.current_time() < began + 1
+            tasks.cancel_scope.cancel()
 
 
 async def test_without_it_nothing_is_generated_unless_asked_for(start_executor: StartExecutor) -> None:
