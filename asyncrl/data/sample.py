@@ -3,7 +3,8 @@
 Invariants
 - Token ids and log-probs are kept exactly as sampled; nothing is ever tokenised again.
 - A group is known by `group_id`, a sample by `sample_id`; never by position or text.
-- Everything here is frozen and free of torch.
+- Everything here is frozen and free of torch. What there is one of per sample or more is a msgspec Struct, as those
+  are made ten times as fast as frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,8 +35,7 @@ class Prompt:
     """The source's own fields, for rewards that need more."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a response were made by weights `version` (`attempt.step`)."""
 
     version: str
@@ -42,8 +43,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """One response as the engine sampled it."""
 
     sample_id: str

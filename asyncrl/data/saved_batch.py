@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,7 +52,7 @@ def save_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -
     json_path.unlink(missing_ok=True)
     save_file(tensors, tensors_path)
     rest = {name: value for name, value in fields.items() if name not in tensors}
-    rest["versions"] = [[dataclasses.asdict(span) for span in spans] for spans in batch.versions]
+    rest["versions"] = [[msgspec.structs.asdict(span) for span in spans] for spans in batch.versions]
     partial = json_path.with_suffix(".partial")
     partial.write_text(json.dumps({**facts, "batch": rest}, indent=2) + "\n")
     partial.rename(json_path)

@@ -20,7 +20,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal
@@ -29,6 +29,7 @@ import aiohttp
 import anyio
 import anyio.lowlevel
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.data.staleness import step_of

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import anyio
 import msgspec
 import numpy as np
 import structlog
 from anyio.abc import TaskGroup
+from msgspec.structs import replace
 
 from asyncrl.data.sample import Prompt, Sample, SampleGroup
 from asyncrl.errors import RolloutError

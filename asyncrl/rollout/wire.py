@@ -65,8 +65,7 @@ class SamplingParams:
         return msgspec.Raw(msgspec.json.encode(params))
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """One response as sampled."""
 
     output_ids: NDArray[np.int32]
@@ -93,12 +92,6 @@ class _Finish(msgspec.Struct):
     status_code: int | None = None
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Token(msgspec.Struct, array_like=True, gc=False):
     """`[logprob, id, text]`; the text is skipped. Thousands live for an instant: the collector must not visit them."""
 
@@ -110,7 +103,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     output_token_logprobs: list[_Token]
     weight_version: str = ""
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -198,7 +191,7 @@ def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     if meta.weight_versions is None:
         spans: tuple[VersionSpan, ...] = (VersionSpan(meta.weight_version, 0, count),)
     else:
-        spans = tuple(VersionSpan(s.version, s.start, s.end) for s in meta.weight_versions if s.end > s.start)
+        spans = tuple(span for span in meta.weight_versions if span.end > span.start)
     at = 0
     for span in spans:
         if span.start != at:

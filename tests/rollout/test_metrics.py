@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,7 +29,7 @@ SAMPLE = Sample(
 def measured(
     *failures: str | None, dropped: str = "", rollout_id: int = 1, bound: Bound = ONCE, **how: Any
 ) -> RolloutMetrics:
-    samples = [SAMPLE if f is None else replace(SAMPLE, reward=None, failure=f) for f in failures]
+    samples = [SAMPLE if f is None else msgspec.structs.replace(SAMPLE, reward=None, failure=f) for f in failures]
     group = SampleGroup("0", Prompt("p:0", "1+1=", IDS), tuple(samples))
     collection = Collection(1, 8, 8)
     if dropped:

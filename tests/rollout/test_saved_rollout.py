@@ -117,7 +117,7 @@ def test_other_data_is_refused() -> None:
 
 def test_what_a_reward_said_need_not_be_text() -> None:
     (issue, group), *_ = [finished_group()]
-    group = replace(group, samples=(replace(group.samples[0], failure="no file \udcff"),))
+    group = replace(group, samples=(msgspec.structs.replace(group.samples[0], failure="no file \udcff"),))
     saved = SavedRollout(a_stream().state(), (), ((issue, group),), {}, {"no file \udcff": 1}, {})
     read = decode_rollout(encode_rollout(saved), a_stream())
     assert read.finished[0][1].samples[0].failure == "no file \\udcff" and read.drop_reasons == {"no file \\udcff": 1}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Score:
+
+class Score(msgspec.Struct, frozen=True):
     """The outcome for one sample: a reward, or why there is none. A failure is never a zero."""
 
     reward: float | None
