@@ -118,7 +118,7 @@ def exactly_once(directory: Path, model: Path, kills: int, steps: int, seed: int
             if dice.random() < 0.2 and attempt:  # while it starts, or resumes
                 moment = f"{(delay_s := dice.uniform(0, 30)):.1f} s after its start"
             else:
-                more, delay_s = dice.randint(1, max(1, steps // kills)), dice.uniform(0, 2)
+                more, delay_s = dice.randint(1, max(1, steps // (3 * kills))), dice.uniform(0, 1)  # leaves steps to do
                 moment = f"{delay_s:.1f} s after {more} steps"
                 begun = len(kinds(started, "step_finished"))
                 started.wait_for(moment, lambda: len(kinds(started, "step_finished")) >= begun + more, 900)  # noqa: B023
@@ -149,5 +149,5 @@ def exactly_once(directory: Path, model: Path, kills: int, steps: int, seed: int
 def test_a_real_job_that_is_killed_five_times_trains_every_group_once(
     tmp_path: Path, tiny_models: tuple[Path, Path]
 ) -> None:
-    found = exactly_once(tmp_path, tiny_models[0], kills=5, steps=20)
+    found = exactly_once(tmp_path, tiny_models[0], kills=5, steps=100)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
