@@ -114,13 +114,21 @@ class Routing:
             while looked_at < until or self._owed:
                 with contextlib.suppress(EngineError, TimeoutError):
                     listed = await self.router.workers()
-                    routed = {engine.endpoint.url for engine in engines if engine.routed}
-                    for worker in listed:
-                        if worker.url not in routed and not worker.leaving:
-                            await self.router.remove(worker.url, REMOVE_TIMEOUT_S)
+                    strangers = [w for w in listed if not w.leaving and not _routed_at(w.url, engines)]
+                    for worker in strangers:
+                        await self._take_out(worker.url, engines)
                     looked_at = anyio.current_time()
-                    await self._pay(listed, refuse)
+                    await self._pay([worker for worker in listed if worker not in strangers], refuse)
                 await anyio.sleep(LOOK_S)
+
+    async def _take_out(self, url: str, engines: Iterable[ManagedEngine]) -> None:
+        if _routed_at(url, engines):  # by now
+            return
+        try:
+            await self.router.remove(url, REMOVE_TIMEOUT_S)
+        finally:
+            for engine in _routed_at(url, engines):  # meanwhile: the removal may have met it
+                self._owe(engine)
 
     async def probe(self, version: str | None, patience_s: float = PROBE_PATIENCE_S) -> None:
         """A generation through the router; one that was just started again is given time. Raises EngineError."""
@@ -142,8 +150,8 @@ class Routing:
 
         async def tell(engine: ManagedEngine) -> None:
             # Without hope as long as it cannot answer: the next try, once it serves, is not to wait for this one.
-            await self._tell(engine, WORKER_TIMEOUT_S if engine.state is EngineState.SERVING else LATE_S)
-            self._settle(engine)
+            if await self._tell(engine, WORKER_TIMEOUT_S if engine.state is EngineState.SERVING else LATE_S):
+                self._settle(engine)
 
         failed = await on_each(list(before), tell)
         for engine, moves in before.items():
@@ -156,36 +164,47 @@ class Routing:
     def _settle(self, engine: ManagedEngine) -> None:
         self._owed = [other for other in self._owed if other is not engine]
 
-    async def _tell(self, engine: ManagedEngine, timeout_s: float) -> None:
-        """Raises EngineError when a router that lives refuses; one that ends meanwhile is followed by `restore`."""
+    def _owe(self, engine: ManagedEngine) -> None:
+        self._settle(engine)
+        self._owed.append(engine)
+        self._interrupted.set()
+
+    async def _tell(self, engine: ManagedEngine, timeout_s: float) -> bool:
+        """Whether a router that lives heard of it; EngineError when it refuses.
+
+        Where nobody answers the engine is owed: the router may have ended, and `restore` follows, or stand still.
+        """
         adding = (engine, anyio.CancelScope())
         self._adding.append(adding)
         try:
+            told = False
             with adding[1]:
-                await self._ask_twice(engine, timeout_s)
+                told = await self._ask_twice(engine, timeout_s)
+            if not told and engine.routed:
+                self._owe(engine)
+            return told
         except (EngineError, TimeoutError) as error:
             raise EngineError(str(error)) from error
         except BaseException:  # cancelled: whether the router took it in is `tend`'s to find out
-            self._settle(engine)
-            self._owed.append(engine)
-            self._interrupted.set()
+            self._owe(engine)
             raise
         finally:
             self._adding.remove(adding)
 
-    async def _ask_twice(self, engine: ManagedEngine, timeout_s: float) -> None:
-        """The one that refused first may have been a router on its end, and the one that lives its successor."""
+    async def _ask_twice(self, engine: ManagedEngine, timeout_s: float) -> bool:
+        """Whether a router heard of it. One that refused first may have been on its end, and have a successor now."""
         for last in (False, True):
             try:
                 await self.router.add(engine.endpoint.url, timeout_s)
             except (EngineError, TimeoutError) as error:
                 if not await self._lives():
-                    return
+                    return False
                 if last or isinstance(error, TimeoutError):
                     raise
             else:
                 engine.changed()
-                return
+                break
+        return True
 
     async def _lives(self) -> bool:
         try:
@@ -194,3 +213,7 @@ class Routing:
         except (EngineError, TimeoutError):
             return False
         return True
+
+
+def _routed_at(url: str, engines: Iterable[ManagedEngine]) -> list[ManagedEngine]:
+    return [engine for engine in engines if engine.routed and engine.endpoint.url == url]

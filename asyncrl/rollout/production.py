@@ -252,6 +252,8 @@ class Production:
                 self._events.emit(self._ledger.run(group_id))
                 self._wake()
 
+        if group_id not in self._live:  # dropped before this task had its first turn
+            return
         with anyio.CancelScope() as self._scopes[group_id]:
             try:
                 group = await self._generate(issue, started)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
+from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
+from asyncrl.inference.router import Worker
+from asyncrl.inference.routing import Routing
 from tests.inference.conftest import StartFleet, eventually
 from tests.inference.test_eval_fleet import with_eval_fleet
 from tests.inference.test_recovery import serves
@@ -30,6 +34,68 @@ async def test_an_engine_whose_registration_was_cancelled_is_registered_all_the_
         assert fleet.states() == ["serving", "serving"]  # it was committed
         await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
     assert fleet.failures == []
+
+
+async def test_an_engine_that_came_while_the_router_stood_still_is_told_later(start_fleet: StartFleet) -> None:
+    async with start_fleet(2) as fleet:
+        await fleet.controller.wait_ready()
+        lease = await fleet.controller.begin_weight_update("0.0")
+        deliver(fleet, "0.0")
+        fleet.router.faults.add(refuse("workers", 500, times=4))  # it neither lists nor takes in: both ask twice
+        await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
+        await eventually(lambda: serves(fleet, 0, "0.0") and serves(fleet, 1, "0.0"))
+    assert fleet.failures == []
+
+
+async def test_an_engine_that_is_added_while_its_address_is_taken_out_is_told_again() -> None:
+    router = SlowRouter(["http://latecomer", "http://engine-0"])
+    engine = ListedEngine()
+    routing = Routing(router)  # type: ignore[arg-type]
+    routing._interrupted.set()
+
+    async def refused(engine: object, reason: str) -> None:
+        raise AssertionError(reason)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(routing.tend, [engine], refused)
+        with anyio.fail_after(10):
+            await router.stands_still.wait()
+            await routing.add(engine)  # type: ignore[arg-type]  # listed already: nothing is done
+            router.goes_on.set()
+            await eventually(lambda: router.removed == 2 and router.urls == ["http://engine-0"] and not routing._owed)
+        tasks.cancel_scope.cancel()
+
+
+class ListedEngine:
+    """As much of one as its routing asks for."""
+
+    engine_id, endpoint, state, moves = "engine-0", SimpleNamespace(url="http://engine-0"), EngineState.SERVING, 0
+    routed = False
+
+    def changed(self) -> None:
+        """Nobody looks."""
+
+
+class SlowRouter:
+    """Its second removal takes until `goes_on`."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls, self.removed = urls, 0
+        self.stands_still, self.goes_on = anyio.Event(), anyio.Event()
+
+    async def workers(self) -> tuple[Worker, ...]:
+        return tuple(Worker(url, url, is_healthy=True) for url in self.urls)
+
+    async def add(self, url: str, timeout_s: float) -> None:
+        if url not in self.urls:
+            self.urls.append(url)
+
+    async def remove(self, url: str, timeout_s: float) -> None:
+        if self.removed == 1:
+            self.stands_still.set()
+            await self.goes_on.wait()
+        self.urls.remove(url)
+        self.removed += 1
 
 
 async def test_an_engine_that_the_router_refused_and_lists_all_the_same_is_taken_out(
