@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 
 from asyncrl.data.sample import Prompt, Sample
@@ -132,3 +135,60 @@ def where(sample: Sample, prompt: Prompt, *, file: str) -> float:
     """Leaves its process id, so that a test can look for it."""
     Path(file).write_text(str(os.getpid()))
     return 1.0
+
+
+def naps(sample: Sample, prompt: Prompt, *, seconds: float) -> float:
+    time.sleep(seconds)
+    return 1.0
+
+
+may_return = threading.Event()
+
+
+def hangs_until_told(sample: Sample, prompt: Prompt) -> float:
+    may_return.wait()
+    return 1.0
+
+
+async def awaits_cancelled(sample: Sample, prompt: Prompt) -> float:
+    """What a request that several samples share comes to when the sample that made it runs out of time."""
+    shared = asyncio.get_running_loop().create_future()
+    shared.cancel()
+    return float(await shared)
+
+
+async def awaits_cancelled_while_cancelled(sample: Sample, prompt: Prompt) -> float:
+    """Both at once: its own cancellation finds it at work, and then it meets the other's."""
+    with suppress(anyio.get_cancelled_exc_class()):
+        await anyio.sleep_forever()
+    return await awaits_cancelled(sample, prompt)
+
+
+def raises_cancelled(sample: Sample, prompt: Prompt) -> float:
+    raise asyncio.CancelledError
+
+
+async def exits_async(sample: Sample, prompt: Prompt) -> float:
+    await anyio.lowlevel.checkpoint()
+    raise SystemExit(3)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises_unprintable(sample: Sample, prompt: Prompt) -> float:
+    raise Unprintable
+
+
+async def raises_unprintable_async(sample: Sample, prompt: Prompt) -> float:
+    raise Unprintable
+
+
+def interrupts(sample: Sample, prompt: Prompt) -> float:
+    raise KeyboardInterrupt
+
+
+async def interrupts_async(sample: Sample, prompt: Prompt) -> float:
+    raise KeyboardInterrupt

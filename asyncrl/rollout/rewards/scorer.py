@@ -1,15 +1,22 @@
 """Scorer: one way to score a sample, wherever the reward function runs.
 
-Invariant: `score` always returns a Score, in bounded time from when the function was called; a failure is counted and
-says why. Only a worker that cannot start raises (RewardError).
+Invariants
+- `score` always returns a Score, in bounded time from when the function was called; a failure is counted and says why.
+  Only a worker that cannot start raises (RewardError), and a cancellation of the caller goes on.
+- Without workers a sync function runs in a thread, which cannot be ended. At most `_SLOTS` calls are waited for; the
+  others queue, and their clocks stand. A call that outlasts its deadline gives its slot back and keeps its thread.
+  While `_MOST_RUNNING` calls run, abandoned ones with them, further samples fail at once and say why.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from asyncrl.config.rollout import RewardConfig
@@ -19,6 +26,9 @@ from asyncrl.observability.waits import waiting
 from asyncrl.rollout.rewards.pool import ProcessHost, WorkerPool
 from asyncrl.rollout.rewards.registry import RewardFunction, Runs
 from asyncrl.rollout.rewards.result import Score, describe_exception, judge_result
+
+_SLOTS = 40  # threads, as many as anyio's own limit, which is left to the file work of others
+_MOST_RUNNING = 2 * _SLOTS  # as many calls abandoned as are waited for: the function hangs as a rule
 
 
 class Scorer:
@@ -35,6 +45,10 @@ class Scorer:
         self._timeout_s = config.timeout_s
         self.failures: Counter[str] = Counter()
         """How often each failure happened, by its first words."""
+        self._slots = anyio.CapacityLimiter(_SLOTS)
+        self._threads = anyio.CapacityLimiter(math.inf)  # who has a slot has a thread at once
+        self._running: set[object] = set()
+        """One mark per call that runs in a thread; the thread itself sets and removes it."""
         self._pool: WorkerPool | None = None
         if function.runs is Runs.WORKER and config.workers > 0:
             if host is None:
@@ -65,30 +79,54 @@ class Scorer:
             score = await self._pool.score(sample, prompt)
         elif self._function.runs is Runs.INLINE:
             score = self._call(sample, prompt)
+        elif self._function.runs is Runs.LOOP:
+            score = await self._in_time(self._call_async, sample, prompt)
         else:
-            score = await self._await(sample, prompt)
+            async with self._slots:
+                score = await self._in_time(self._call_in_thread, sample, prompt)
         if score.failure is not None:
             self.failures[score.failure.partition(":")[0][:80]] += 1
         return score
 
+    async def _in_time(
+        self, call: Callable[[Sample, Prompt], Awaitable[Score]], sample: Sample, prompt: Prompt
+    ) -> Score:
+        try:
+            with waiting("reward", f"{self._function.name} for {sample.sample_id}", self._timeout_s):
+                return await call(sample, prompt)
+        except TimeoutError:
+            return Score(None, f"the reward took longer than {self._timeout_s:g} s and was ended")
+
     def _call(self, sample: Sample, prompt: Prompt) -> Score:
         try:
             return judge_result(self._function.call(sample, prompt))
-        except Exception as error:  # whatever the function raises is this sample's outcome
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever the function raises, sys.exit() too, is this sample's outcome
             return Score(None, describe_exception(error))
 
     async def _call_async(self, sample: Sample, prompt: Prompt) -> Score:
         try:
             return judge_result(await self._function.call(sample, prompt))
-        except Exception as error:  # as above; the end of the deadline is no Exception and passes
+        except anyio.get_cancelled_exc_class():
+            await anyio.lowlevel.checkpoint_if_cancelled()  # raises when it is we who are cancelled, or out of time
+            return Score(None, "the reward function awaited something that was cancelled")
+        except (Exception, SystemExit) as error:  # as above
             return Score(None, describe_exception(error))
 
-    async def _await(self, sample: Sample, prompt: Prompt) -> Score:
-        """An async function in the loop, or a sync one in a thread (no workers; a hanging one keeps its thread)."""
+    async def _call_in_thread(self, sample: Sample, prompt: Prompt) -> Score:
+        if len(self._running) >= _MOST_RUNNING:
+            return Score(
+                None, f"{_MOST_RUNNING} calls of the reward hang: set reward.workers, whose processes can be ended"
+            )
+        return await anyio.to_thread.run_sync(
+            self._call_marked, sample, prompt, abandon_on_cancel=True, limiter=self._threads
+        )
+
+    def _call_marked(self, sample: Sample, prompt: Prompt) -> Score:
+        mark = object()
+        self._running.add(mark)
         try:
-            with waiting("reward", f"{self._function.name} for {sample.sample_id}", self._timeout_s):
-                if self._function.runs is Runs.LOOP:
-                    return await self._call_async(sample, prompt)
-                return await anyio.to_thread.run_sync(self._call, sample, prompt, abandon_on_cancel=True)
-        except TimeoutError:
-            return Score(None, f"the reward took longer than {self._timeout_s:g} s and was ended")
+            return self._call(sample, prompt)
+        finally:
+            self._running.discard(mark)
