@@ -192,3 +192,14 @@ def interrupts(sample: Sample, prompt: Prompt) -> float:
 
 async def interrupts_async(sample: Sample, prompt: Prompt) -> float:
     raise KeyboardInterrupt
+
+
+def closes_its_sockets(sample: Sample, prompt: Prompt, *, how: str, file: str) -> float:
+    """For a response "close", and lives on; leaves its process id."""
+    if sample.text == "close":
+        Path(file).write_text(str(os.getpid()))
+        if how == "execv":
+            os.execv("/bin/sleep", ["sleep", "3600"])
+        os.closerange(3, 1024)
+        time.sleep(3600)
+    return 1.0

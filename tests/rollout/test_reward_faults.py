@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import psutil
 import pytest
 
 from asyncrl.config.rollout import RewardConfig
-from asyncrl.rollout.rewards import scorer
+from asyncrl.errors import EngineError, HostLostError, RewardError
+from asyncrl.host import EngineHost, ProcessExit, ProcessSpec
+from asyncrl.rollout.rewards import pool, scorer
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from tests.rollout.reward_functions import may_return
@@ -132,3 +138,134 @@ async def test_an_interrupt_from_the_keyboard_passes(tmp_path: Path) -> None:
         scorer_for("interrupts")._call(*sample_of())
     with pytest.raises(KeyboardInterrupt):
         await scorer_for("interrupts_async")._call_async(*sample_of())  # through no task: it would end the loop
+
+
+# workers that do not start
+
+
+class ShortOfProcesses:
+    """The host, except that it refuses to spawn all workers but the first while there are `errors` to raise."""
+
+    def __init__(self, host: EngineHost, errors: list[EngineError]) -> None:
+        self._host = host
+        self.errors = errors
+        self.kill, self.wait = host.kill, host.wait
+
+    async def spawn(self, spec: ProcessSpec) -> int:
+        if self.errors and not spec.name.endswith(".0"):
+            raise self.errors.pop(0)
+        return await self._host.spawn(spec)
+
+
+@pytest.fixture
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_PAUSE_S", 0.01, raising=False)
+
+
+NO_FORK = EngineError("reward-worker-0: cannot start it: Resource temporarily unavailable")
+
+
+async def lose_a_worker_and_go_on(tmp_path: Path, host: Any, **args: Any) -> None:
+    async with scorer_of("by_text", tmp_path, host=host, **args) as scorer:
+        assert (await scorer.score(*sample_of("die"))).failure == "the reward worker died (exit code 7)"
+        assert (await scorer.score(*sample_of())).reward == 1.0
+
+
+async def test_a_replacement_that_cannot_be_spawned_is_tried_again(
+    tmp_path: Path, host: EngineHost, short_pause: None
+) -> None:
+    short = ShortOfProcesses(host, [NO_FORK] * 2)
+    await lose_a_worker_and_go_on(tmp_path, short)
+    assert not short.errors
+
+
+async def test_tries_to_spawn_are_apart_and_the_pause_grows(
+    tmp_path: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_PAUSE_S", 0.2, raising=False)
+    began = time.monotonic()
+    await lose_a_worker_and_go_on(tmp_path, ShortOfProcesses(host, [NO_FORK] * 2))
+    assert time.monotonic() - began > 0.6
+
+
+async def test_the_third_replacement_that_cannot_be_spawned_ends_the_pool_with_the_reason(
+    tmp_path: Path, host: EngineHost, short_pause: None
+) -> None:
+    short = ShortOfProcesses(host, [NO_FORK] * 4)
+    with pytest.raises(ExceptionGroup) as error:
+        await lose_a_worker_and_go_on(tmp_path, short)
+    assert error.group_contains(RewardError, match=r"reward-worker-0.3 could not be spawned: .* temporarily unavailab")
+    assert len(short.errors) == 1
+
+
+async def test_a_host_that_is_lost_is_not_tried_again(tmp_path: Path, host: EngineHost, short_pause: None) -> None:
+    short = ShortOfProcesses(host, [HostLostError("engine host: it died")] * 3)
+    with pytest.raises(ExceptionGroup) as error:
+        await lose_a_worker_and_go_on(tmp_path, short)
+    assert error.group_contains(HostLostError, match="it died") and len(short.errors) == 2
+
+
+@pytest.mark.parametrize("where", ["listen", "accept"])
+async def test_a_replacement_without_a_descriptor_left_is_tried_again(
+    tmp_path: Path, host: EngineHost, short_pause: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    create, calls = anyio.create_unix_listener, 0
+    no_descriptor = OSError(errno.EMFILE, "Too many open files")
+
+    async def refuse() -> None:
+        raise anyio.BrokenResourceError from no_descriptor
+
+    async def create_unix_listener(path: str) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and where == "listen":
+            raise no_descriptor
+        listener = await create(path)
+        if calls == 2:
+            monkeypatch.setattr(listener, "accept", refuse)
+        return listener
+
+    monkeypatch.setattr(anyio, "create_unix_listener", create_unix_listener)
+    await lose_a_worker_and_go_on(tmp_path, host)
+    assert calls == 3
+
+
+# workers that live on without their socket
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_EXIT_S", 0.5, raising=False)
+    monkeypatch.setattr(pool, "_END_TIMEOUT_S", 5.0)
+
+
+@pytest.mark.parametrize("how", ["closerange", "execv"])
+async def test_a_worker_that_lives_on_without_its_socket_is_ended_and_replaced(
+    tmp_path: Path, host: EngineHost, short_patience: None, how: str
+) -> None:
+    pid_file = tmp_path / "pid"
+    async with scorer_of("closes_its_sockets", tmp_path, host=host, how=how, file=str(pid_file)) as scorer:
+        failed = await scorer.score(*sample_of("close"))
+        assert failed.failure == "the reward function closed its worker's socket, and the worker was ended"
+        assert (await scorer.score(*sample_of())).reward == 1.0
+        assert not psutil.pid_exists(int(pid_file.read_text()))
+        ended: ProcessExit = await host.wait("reward-worker-0.0")
+        assert ended.requested
+
+
+async def test_an_import_that_closes_the_workers_socket_is_an_error_at_the_start(
+    tmp_path: Path, host: EngineHost, short_patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "reward_that_closes.py"
+    module.write_text(
+        "import os, time\n"
+        f"if os.getpid() != {os.getpid()}: os.closerange(3, 1024), time.sleep(3600)\n"
+        "def f(s, p): return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(function="reward_that_closes:f")
+    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(RewardError, match="closed the socket of the worker that imported it"):
+            await scorer.start(tasks)
+        await scorer.aclose()

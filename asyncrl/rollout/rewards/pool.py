@@ -3,8 +3,10 @@
 Invariants
 - One task owns one worker, sends it one sample at a time, and starts its clock when it sends: time spent in the queue
   or in starting a worker is never held against a sample.
-- A worker that exceeds the time limit, or dies, fails the one sample it had; it is killed and replaced, and the queue
-  goes on.
+- A worker that exceeds the time limit, dies, or closes its socket, fails the one sample it had; it is killed and
+  replaced, and the queue goes on.
+- A replacement that cannot start is tried `_STARTS` times, with a pause between; then the pool ends with a RewardError
+  that says why. The loss of the host ends it at once.
 - An answer that is none, or to another job, fails the sample and costs the worker: the user's function may write to
   whatever is open.
 - Who waits for a score may be cancelled at any time: the worker's protocol stays in step.
@@ -33,7 +35,7 @@ from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, 
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.data.sample import Prompt, Sample
-from asyncrl.errors import AsyncRLError, EngineError, RewardError
+from asyncrl.errors import AsyncRLError, EngineError, HostLostError, RewardError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.observability.waits import WAITS, waiting
 from asyncrl.rollout.rewards.frames import HEADER, LONGEST_ANSWER_BYTES, Outcome, Setup, Started, frame, job_of
@@ -45,7 +47,9 @@ log = structlog.get_logger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's module, on a machine where engines start at the same time
 _END_TIMEOUT_S = 30.0
+_EXIT_S = 5.0  # from the end of a worker's socket to its exit, with the dump of its memory and the host's report
 _STARTS = 3  # tries to replace a worker before the run is given up
+_PAUSE_S = 1.0  # times the starts that failed: what is short (processes, descriptors, memory) may be free again
 
 
 class ProcessHost(Protocol):
@@ -162,10 +166,12 @@ class WorkerPool:
                     failed_starts = 0
                     while await self._serve_one(connection, name):
                         pass
-            except RewardError:
+            except RewardError as error:
                 failed_starts += 1
                 if generation == 0 or failed_starts == _STARTS:
                     raise
+                log.warning("reward worker did not start; it is tried again", worker=name, reason=str(error))
+                await anyio.sleep(_PAUSE_S * failed_starts)
             generation += 1
             self.replaced += 1
 
@@ -201,11 +207,19 @@ class WorkerPool:
             log.warning("reward timed out; worker replaced", sample=sample_id, worker=name)
             return Score(None, f"the reward took longer than {self._timeout_s:g} s and was ended"), False
         except WorkerDied:
-            with waiting("exit", name, _END_TIMEOUT_S):
-                ended = await self._host.wait(name)
+            ended = await self._exit_of(name)
+            if ended is None:
+                log.warning("reward worker closed its socket; replaced", sample=sample_id, worker=name)
+                return Score(None, "the reward function closed its worker's socket, and the worker was ended"), False
             log.warning("reward worker died; replaced", sample=sample_id, worker=name, returncode=ended.returncode)
             return Score(None, f"the reward worker died (exit code {ended.returncode})"), False
         return Score(outcome.reward, outcome.failure), True
+
+    async def _exit_of(self, name: str) -> ProcessExit | None:
+        """Of a worker whose socket has closed; None when it lives on, and is left for `_worker` to kill."""
+        with suppress(TimeoutError), waiting("exit", name, _EXIT_S):
+            return await self._host.wait(name)
+        return None
 
     @asynccontextmanager
     async def _worker(self, name: str) -> AsyncIterator[_Connection]:
@@ -217,9 +231,18 @@ class WorkerPool:
             env={"OMP_NUM_THREADS": "1"},
             log_path=str(self._log_dir / f"{name.partition('.')[0]}.log"),
         )
-        # Abstract: a path would have to fit in 107 characters, which a run directory or TMPDIR need not do.
-        async with await anyio.create_unix_listener(f"\0{socket_name}") as listener:
-            await self._host.spawn(spec)
+        try:
+            # Abstract: a path would have to fit in 107 characters, which a run directory or TMPDIR need not do.
+            listening = await anyio.create_unix_listener(f"\0{socket_name}")
+        except OSError as error:
+            raise RewardError(f"{name}: no socket for it: {error}") from error
+        async with listening as listener:
+            try:
+                await self._host.spawn(spec)
+            except HostLostError:
+                raise
+            except EngineError as error:
+                raise RewardError(f"{name} could not be spawned: {error}") from error
             try:
                 try:
                     with waiting("start", name, _START_TIMEOUT_S):
@@ -244,15 +267,21 @@ class WorkerPool:
             ended.append(await self._host.wait(name))
             race.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as race:
-            race.start_soon(watch)
-            while not accepted:
-                stream = await listener.accept()
-                if _is_ours(stream):
-                    accepted.append(stream)
-                else:
-                    await stream.aclose()
-            race.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as race:
+                race.start_soon(watch)
+                while not accepted:
+                    try:
+                        stream = await listener.accept()
+                    except anyio.BrokenResourceError as error:
+                        raise RewardError(f"{name}: no socket for it: {error.__cause__}") from error
+                    if _is_ours(stream):
+                        accepted.append(stream)
+                    else:
+                        await stream.aclose()
+                race.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise _expected_error(group) from None
         if not accepted:
             raise RewardError(
                 f"{name} ended before it could score (exit code {ended[0].returncode}):\n{ended[0].log_tail}"
@@ -270,8 +299,12 @@ class WorkerPool:
         except Garbled as error:
             raise RewardError(f"reward.function: {function.name} writes to its worker's socket: {error}") from error
         except WorkerDied:
-            with waiting("exit", spec.name, _END_TIMEOUT_S):
-                ended = await self._host.wait(spec.name)
+            ended = await self._exit_of(spec.name)
+            if ended is None:
+                raise RewardError(
+                    f"reward.function: {function.name} closed the socket of the worker that imported it; "
+                    f"see {spec.log_path}"
+                ) from None
             raise RewardError(
                 f"reward.function: {function.name} ended the worker that imported it (exit code {ended.returncode}):\n"
                 f"{ended.log_tail}"
