@@ -4,7 +4,7 @@ Invariants
 - Token ids and log-probs are kept exactly as sampled; nothing is ever tokenised again.
 - A group is known by `group_id`, a sample by `sample_id`; never by position or text.
 - Everything here is frozen and free of torch. What there is one of per sample or more is a msgspec Struct, as those
-  are made ten times as fast as frozen dataclasses.
+  are made ten times as fast as frozen dataclasses, and one that the garbage collector never visits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prompt:
     """The source's own fields, for rewards that need more."""
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
+class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a response were made by weights `version` (`attempt.step`)."""
 
     version: str
@@ -43,7 +43,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """One response as the engine sampled it."""
 
     sample_id: str

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,6 +28,8 @@ from asyncrl.errors import DataError
 ROLLOUTS = "rollouts"
 """Directory in that of a run where `debug.save_rollouts` keeps its batches."""
 _NAME = re.compile(r"rollout-(\d{6,})\.json")
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,14 @@ def save_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -
     partial.write_text(json.dumps({**facts, "batch": rest}, indent=2) + "\n")
     partial.rename(json_path)
     return tensors_path
+
+
+def keep_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -> None:
+    """As `save_batch`, but a full disk costs the copy and not the run: it warns."""
+    try:
+        save_batch(batch, directory, facts)
+    except (OSError, SafetensorError) as error:
+        _log.warning("a rollout batch was not saved", rollout_id=batch.rollout_id, error=str(error))
 
 
 def saved_rollouts(directory: Path) -> tuple[int, ...]:

@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup
-from safetensors import SafetensorError
 
 from asyncrl.config import Config
 from asyncrl.config.data import DataConfig
@@ -36,7 +37,7 @@ from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
-from asyncrl.data.saved_batch import ROLLOUTS, save_batch
+from asyncrl.data.saved_batch import ROLLOUTS, keep_batch
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import RolloutError
@@ -211,6 +212,7 @@ class RolloutExecutor:
         when the id is not the next one, or when the published weights are too old for it; RewardError when the reward
         fails on too much of the first batch.
         """
+        await anyio.lowlevel.checkpoint_if_cancelled()  # the only chance where the batch is there
         self._ledger.check_deliverable(rollout_id, trainer)
         if not self._several:
             return await self._gather(rollout_id, trainer)
@@ -231,7 +233,8 @@ class RolloutExecutor:
         self._first_batch.closed = True
         now, engines = time.monotonic(), self._started.engines
         failed, aborted = sum(engines.client.statistics().failed_attempts.values()), engines.aborts.requests
-        self._last_rollout = measure_rollout(
+        measure = partial(
+            measure_rollout,
             rollout_id,
             taken.groups,
             epoch=taken.epoch,
@@ -246,17 +249,19 @@ class RolloutExecutor:
             bound=self._bound,
         )
         self._delivered_at, self._failed_attempts, self._aborted_requests = now, failed, aborted
-        batch = RolloutBatch.from_groups(rollout_id, taken.groups, self._sampling.temperature)
-        if self._config.debug.save_rollouts:
-            with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it
-                await _in_thread(lambda: self._keep(batch, self.last_rollout))
+        with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it
+            self._last_rollout, batch = await _in_thread(lambda: self._deliver(measure, taken.groups))
         return batch
 
-    def _keep(self, batch: RolloutBatch, metrics: RolloutMetrics) -> None:
-        try:
-            save_batch(batch, self._config.run.dir / ROLLOUTS, {"rollout": asdict(metrics)})
-        except (OSError, SafetensorError) as error:  # a full disk costs the copy, not the run
-            _log.warning("a rollout batch was not saved", rollout_id=batch.rollout_id, error=str(error))
+    def _deliver(
+        self, measure: Callable[[], RolloutMetrics], groups: Sequence[SampleGroup]
+    ) -> tuple[RolloutMetrics, RolloutBatch]:
+        """In a thread: a batch may hold millions of tokens, and engines are answering meanwhile."""
+        metrics = measure()
+        batch = RolloutBatch.from_groups(metrics.rollout_id, groups, self._sampling.temperature)
+        if self._config.debug.save_rollouts:
+            keep_batch(batch, self._config.run.dir / ROLLOUTS, {"rollout": asdict(metrics)})
+        return metrics, batch
 
     def generate_ahead(self, first: int, num_rollouts: int) -> None:
         """From now on the groups of the rollouts [first, num_rollouts) are generated without being asked for.

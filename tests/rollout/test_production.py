@@ -93,6 +93,19 @@ async def test_who_waits_for_a_batch_can_be_cancelled_while_something_happens_in
             tasks.cancel_scope.cancel()
 
 
+async def test_who_takes_batches_that_are_there_already_can_be_cancelled(start_executor: StartExecutor) -> None:
+    async with scripted_engine() as engine, start_executor(engine, rollout={"max_staleness": 20}) as executor:
+        publish(engine, executor, 0)
+        executor.generate_ahead(0, 20)
+        await eventually(lambda: states(executor) == {"finished": 60})
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            for step in range(20):
+                await executor.get(step)
+                await executor.commit(step)
+        assert scope.cancelled_caught and states(executor) == {"finished": 60}
+
+
 async def test_without_it_nothing_is_generated_unless_asked_for(start_executor: StartExecutor) -> None:
     async with scripted_engine() as engine, start_executor(engine, rollout={"max_staleness": 3}) as executor:
         publish(engine, executor, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 
-class Score(msgspec.Struct, frozen=True):
+class Score(msgspec.Struct, frozen=True, gc=False):
     """The outcome for one sample: a reward, or why there is none. A failure is never a zero."""
 
     reward: float | None
