@@ -119,7 +119,8 @@ class Engine:
             "output_token_logprobs": [[-0.5, 5, None]] * TOKENS,
             "weight_versions": spans,
         }
-        return web.Response(body=msgspec.json.encode({"text": "x", "meta_info": meta}), content_type="application/json")
+        body = msgspec.json.encode({"text": "x", "output_ids": [5] * TOKENS, "meta_info": meta})
+        return web.Response(body=body, content_type="application/json")
 
 
 class Starvation:

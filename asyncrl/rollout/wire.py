@@ -1,9 +1,9 @@
 """The engine's /generate as bytes: requests encoded, answers decoded and checked. No I/O.
 
 Invariants
-- Token ids and log-probs are the engine's own, taken from `output_token_logprobs`; nothing is tokenised again.
-- An answer passes only if it can be what was sampled: ids within the vocabulary, finite log-probs, version spans that
-  cover every token and none of them torn.
+- Token ids and log-probs are the engine's own; nothing is tokenised again.
+- An answer passes only if it can be what was sampled: ids within the vocabulary, as many finite log-probs, version
+  spans that cover every token and none of them torn.
 
 Only what is needed is decoded: msgspec skips the rest without building objects. An answer of 1,000 tokens costs some
 0.2 ms of the event loop, most of what a sample costs in all, so how it is decoded was chosen by measurement.
@@ -97,23 +97,26 @@ TokenId = TypeVar("TokenId", bound=int)
 """An id within the vocabulary, which the decoder sees to."""
 
 
-class _Token(msgspec.Struct, Generic[TokenId], array_like=True, gc=False):
-    """`[logprob, id, text]`; the text is skipped. Thousands live for an instant: the collector must not visit them."""
+class _Token(msgspec.Struct, array_like=True, gc=False):
+    """`[logprob, id, text]`, of which only the first is read: the engine lists the ids once more, as `output_ids`.
+
+    Thousands live for an instant: the collector must not visit them.
+    """
 
     logprob: float
-    token_id: TokenId
 
 
-class _Meta(msgspec.Struct, Generic[TokenId]):
+class _Meta(msgspec.Struct):
     finish_reason: _Finish
-    output_token_logprobs: list[_Token[TokenId]]
+    output_token_logprobs: list[_Token]
     weight_version: str = ""
     weight_versions: list[VersionSpan] | None = None
 
 
 class _Answer(msgspec.Struct, Generic[TokenId]):
     text: str
-    meta_info: _Meta[TokenId]
+    output_ids: list[TokenId]
+    meta_info: _Meta
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -173,28 +176,27 @@ def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:
     if finish.type == "abort":
         kind = FailureKind.ABORTED if finish.status_code is None else _kind_of_status(finish.status_code)
         raise AttemptFailed(kind, finish.message or "aborted by the engine")
-    ids, logprobs = _columns(meta.output_token_logprobs)
-    count = len(ids)
-    if count == 0:
-        raise AttemptFailed(FailureKind.MALFORMED, "no tokens")
-    return Generation(ids, logprobs, finish.type, _versions(meta, count), answer.text)
+    ids, logprobs = answer.output_ids, meta.output_token_logprobs
+    if not ids or len(ids) != len(logprobs):
+        raise AttemptFailed(FailureKind.MALFORMED, f"{len(ids)} tokens with {len(logprobs)} log-probs")
+    return Generation(_int32(ids), _float32(logprobs), finish.type, _versions(meta, len(ids)), answer.text)
 
 
-def _columns(tokens: list[_Token[int]]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids and log-probs; AttemptFailed where one does not fit its type.
+def _int32(values: list[int]) -> NDArray[np.int32]:
+    """`struct` is three times as fast as numpy at reading a list."""
+    return np.frombuffer(struct.pack(f"<{len(values)}i", *values), "<i4")
 
-    `struct` is three times as fast as numpy at reading a list. With a byte order it also refuses what float32 cannot
-    hold, which leaves finite log-probs only: JSON has no others.
-    """
+
+def _float32(tokens: list[_Token]) -> NDArray[np.float32]:
+    """The log-probs; AttemptFailed for one that float32 cannot hold, so that all are finite: JSON has no others."""
     try:
-        ids = struct.pack(f"<{len(tokens)}i", *[token.token_id for token in tokens])
-        logprobs = struct.pack(f"<{len(tokens)}f", *[token.logprob for token in tokens])
+        packed = struct.pack(f"<{len(tokens)}f", *[token.logprob for token in tokens])
     except (struct.error, OverflowError) as error:
-        raise AttemptFailed(FailureKind.MALFORMED, f"token ids or log-probs out of range: {error}") from error
-    return np.frombuffer(ids, "<i4"), np.frombuffer(logprobs, "<f4")
+        raise AttemptFailed(FailureKind.MALFORMED, f"log-probs out of range: {error}") from error
+    return np.frombuffer(packed, "<f4")
 
 
-def _versions(meta: _Meta[int], count: int) -> tuple[VersionSpan, ...]:
+def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     """Spans that cover [0, count) without gap; from `weight_version` where the engine lists none."""
     if meta.weight_versions is None:
         spans: tuple[VersionSpan, ...] = (VersionSpan(meta.weight_version, 0, count),)
