@@ -4,8 +4,8 @@
 
 Each round runs the demo with train.py (synchronous) and with train_async.py at a staleness of up to 1 and 3. The
 synchronous run tells what a batch and a step take alone: T_gen is its mean wait for a batch, T_train its mean training.
-The engine has the last core; the trainer, the executor (which lives in the trainer's process), the router and the rest
-share the first. The first steps, in which pipelines fill and caches warm up, do not count.
+The engine is bound to the last core; trainer and executor (one process, one thread of computing), the router and the
+rest run where the system puts them. The first steps, in which pipelines fill and caches warm up, do not count.
 
 `over max` is the time of a step over max(T_gen, T_train) of the same round. Where the rest goes is in the columns: the
 wait for a batch, training, publishing the weights. Prints a table and writes benchmarks/results/demo_overlap.json.
@@ -38,9 +38,9 @@ AIM = 1.15
 def run_demo(work: Path, name: str, steps: int) -> dict[str, float]:
     """Mean seconds of each part of a step."""
     entry, staleness = RUNS[name]
-    *_, engine_cpu = cpus = sorted(os.sched_getaffinity(0))
+    engine_cpu = max(os.sched_getaffinity(0))
     run = work / f"run-{len(list(work.iterdir()))}"
-    launcher = ["taskset", "-c", str(cpus[0]), sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     options = {
         "run.dir": run,
         "run.export": "false",
@@ -52,7 +52,8 @@ def run_demo(work: Path, name: str, steps: int) -> dict[str, float]:
     }
     command = [*launcher, str(ROOT / "entrypoints" / entry), "@", str(RECIPE)]
     command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if "time/step_s" in line][SKIPPED:]
     return {part: statistics.fmean(line[f"time/{part}_s"] for line in timed) for part in PARTS}
