@@ -1,4 +1,4 @@
-"""How well generation and training overlap in the real demo, with the engine on one core and the trainer on another.
+"""How well generation and training overlap in the real demo, with a core for the engine and one for the rest.
 
     python benchmarks/demo_overlap.py [--steps 30] [--rounds 3]
 
