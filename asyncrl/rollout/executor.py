@@ -394,5 +394,5 @@ class RolloutExecutor:
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Runs blocking set-up off the event loop; a cancelled job does not wait for it."""
+    """Runs what would hold up the event loop; a cancelled job does not wait for it."""
     return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from asyncrl.rollout.rewards import pool, scorer
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from tests.rollout.reward_functions import may_return
-from tests.rollout.test_rewards import MODULE, host, sample_of, scorer_of
+from tests.rollout.test_rewards import MODULE, cannot_start, host, sample_of, scorer_of
 
 __all__ = ["host"]  # a fixture
 
@@ -256,16 +255,5 @@ async def test_a_worker_that_lives_on_without_its_socket_is_ended_and_replaced(
 async def test_an_import_that_closes_the_workers_socket_is_an_error_at_the_start(
     tmp_path: Path, host: EngineHost, short_patience: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = tmp_path / "reward_that_closes.py"
-    module.write_text(
-        "import os, time\n"
-        f"if os.getpid() != {os.getpid()}: os.closerange(3, 1024), time.sleep(3600)\n"
-        "def f(s, p): return 1\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = RewardConfig(function="reward_that_closes:f")
-    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
-    async with anyio.create_task_group() as tasks:
-        with pytest.raises(RewardError, match="closed the socket of the worker that imported it"):
-            await scorer.start(tasks)
-        await scorer.aclose()
+    closes = "os.closerange(3, 1024), time.sleep(3600)"
+    await cannot_start(host, monkeypatch, tmp_path, closes, "closed the socket of the worker that imported it")

@@ -368,30 +368,30 @@ async def test_a_cancelled_wait_does_not_disturb_the_worker(tmp_path: Path, host
         assert scorer._pool is not None and scorer._pool.replaced == 0
 
 
+async def cannot_start(
+    host: EngineHost, monkeypatch: pytest.MonkeyPatch, directory: Path, statement: str, match: str
+) -> None:
+    """The reward of a module that runs `statement` while a worker imports it, and not in this process."""
+    name = f"reward_of_{directory.name}"
+    source = f"import os, time\nif os.getpid() != {os.getpid()}: {statement}\ndef f(s, p): return 1\n"
+    (directory / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(directory))
+    config = RewardConfig(function=f"{name}:f")
+    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=directory)
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(RewardError, match=match):
+            await scorer.start(tasks)
+        await scorer.aclose()
+
+
 async def test_a_worker_that_cannot_import_what_the_driver_can_is_an_error_at_the_start(
     tmp_path: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = tmp_path / "reward_of_the_driver_only.py"
-    module.write_text(f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\ndef f(s, p): return 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = RewardConfig(function="reward_of_the_driver_only:f")
-    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
-    async with anyio.create_task_group() as tasks:
-        with pytest.raises(RewardError, match="OSError: not here"):
-            await scorer.start(tasks)
-        await scorer.aclose()
+    await cannot_start(host, monkeypatch, tmp_path, "raise OSError('not here')", "OSError: not here")
 
 
 async def test_a_worker_that_dies_while_importing_shows_its_last_words(
     tmp_path: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = tmp_path / "reward_that_exits.py"
     last = "os.write(2, b'farewell'), os._exit(9)"
-    module.write_text(f"import os\nif os.getpid() != {os.getpid()}: {last}\ndef f(s, p): return 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = RewardConfig(function="reward_that_exits:f")
-    scorer = Scorer(resolve_reward(config.function, {}), config, host=host, log_dir=tmp_path)
-    async with anyio.create_task_group() as tasks:
-        with pytest.raises(RewardError, match=r"(?s)exit code 9.*farewell"):
-            await scorer.start(tasks)
-        await scorer.aclose()
+    await cannot_start(host, monkeypatch, tmp_path, last, r"(?s)exit code 9.*farewell")
