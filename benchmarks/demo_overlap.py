@@ -56,7 +56,16 @@ def run_demo(work: Path, name: str, steps: int) -> dict[str, float]:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if "time/step_s" in line][SKIPPED:]
-    return {part: statistics.fmean(line[f"time/{part}_s"] for line in timed) for part in PARTS}
+    if len(timed) < steps - SKIPPED:
+        sys.exit(f"{entry} ended after {len(timed) + SKIPPED} of {steps} steps; see {run}")
+    return {part: statistics.fmean(seconds_of(line)[part] for line in timed) for part in PARTS}
+
+
+def seconds_of(line: Mapping[str, float]) -> dict[str, float]:
+    """The parts of one step, evaluations left out. To wait for a batch is `generate` where nothing is generated ahead."""
+    wait_s = line["time/wait_s"] if "time/wait_s" in line else line["time/generate_s"]
+    step_s = line["time/step_s"] - line.get("time/eval_s", 0.0)
+    return {"step": step_s, "wait": wait_s, "train": line["time/train_s"], "publish": line["time/publish_s"]}
 
 
 def over_max(row: Mapping[str, float], alone: Mapping[str, float]) -> float:

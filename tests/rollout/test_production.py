@@ -328,6 +328,24 @@ async def test_a_failure_while_nobody_waits_is_raised_by_the_next_get(start_exec
         assert states(executor).keys() == {"dropped"}
 
 
+async def test_a_group_that_is_dropped_before_its_task_began_asks_for_nothing(start_executor: StartExecutor) -> None:
+    async with scripted_engine() as engine, start_executor(engine) as executor:
+        publish(engine, executor, 0)
+
+        async def fail() -> None:
+            assert states(executor) == {"admitted": 3}, "admitted in this turn of the loop; their tasks have the next"
+            executor._started.production.fail(RolloutError("it has to end"))
+
+        await anyio.wait_all_tasks_blocked()
+        async with anyio.create_task_group() as tasks:
+            executor.generate_ahead(0, 1)
+            tasks.start_soon(fail)
+        with pytest.raises(RolloutError, match="it has to end"):
+            await executor.get(0)
+        assert (await executor.get(0)).group_ids == ("00000003", "00000004", "00000005")
+        assert {group_of(request) for request in engine.requests} == {3, 4, 5}
+
+
 async def test_what_is_under_way_at_the_end_is_dropped_and_its_requests_end(start_executor: StartExecutor) -> None:
     hang = Action(fault="hang")
     async with scripted_engine(lambda request, number: hang if group_of(request) > 1 else Action()) as engine:
