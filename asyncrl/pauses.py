@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from asyncrl import interpreter
+
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.fleet import UpdateAck, UpdateLease
     from asyncrl.weights.publication import Fleet
@@ -39,10 +41,12 @@ class ToldFleet:
     async def begin_weight_update(self, version: str) -> UpdateLease:
         self._executor.engines_paused()
         try:
-            return await self._fleet.begin_weight_update(version)
+            lease = await self._fleet.begin_weight_update(version)
         except BaseException:  # a cancellation too
             self._executor.engines_resumed()
             raise
+        interpreter.tidy()
+        return lease
 
     async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
         await self._fleet.commit_weight_update(lease_id, acks, directory)

@@ -6,7 +6,6 @@ One place feeds all who listen: the live display, metrics.jsonl, events.jsonl an
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl import interpreter
 from asyncrl.data.fleet import ACTOR, EngineState
 from asyncrl.observability.display import Display
 from asyncrl.observability.events import EventLog, LoopStarted, StepFinished
@@ -72,9 +72,7 @@ class Recorder:
         time = self._timer.finish_step()
         self._events.emit(LoopStarted(seconds=time.seconds, phases=dict(time.phases)))
         self._loop_began = True
-        # What start-up made stays. Visiting its 700,000 objects would stop the loop at each full collection.
-        gc.collect()
-        gc.freeze()
+        interpreter.settle()
 
     def note(self, text: str) -> None:
         """One line worth keeping on the screen."""

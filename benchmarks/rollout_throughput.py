@@ -10,16 +10,15 @@
 - *real*: a real engine on the other core, asked directly and through the router, by each client in turn. The ratio of
   wall times to the bare loop comes with the upper end of its 95 % confidence interval (one-sided, over log-ratios).
 
-Clients (rollout_clients.py) run in this process on uvloop, on the first core that it may use, engines on the last. What
-start-up made is frozen, as in a job. `starved` is the share of time in which this process had work and got no CPU: on a
-shared machine that, too, makes a loop late. What was measured is put into benchmarks/results/rollout_throughput.json,
-part by part; parts that were not run stay as they were.
+Clients (rollout_clients.py) run in this process on uvloop, on the first core that it may use, engines on the last. The
+interpreter is set up as in a job (asyncrl/interpreter.py), for all of them. `starved` is the share of time in which this
+process had work and got no CPU: on a shared machine that, too, makes a loop late. What was measured is put into
+benchmarks/results/rollout_throughput.json, part by part; parts that were not run stay as they were.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import math
@@ -51,6 +50,7 @@ from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.engine_api import EngineClient
+from asyncrl.interpreter import settle
 from asyncrl.observability.events import EventLog
 
 ROOT = Path(__file__).parents[1]
@@ -123,8 +123,7 @@ class Window:
 
 async def measure(name: str, load: Load, skip: int, count: int) -> dict[str, Any]:
     """One client under steady load."""
-    gc.collect()
-    gc.freeze()
+    settle()
     window = Window(skip, count)
     try:
         async with CLIENTS[name](load) as run, anyio.create_task_group() as tasks:
@@ -255,8 +254,7 @@ class Bench:
             for way, url in urls.items():
                 for name, client in CLIENTS.items():
                     runs[way, name] = await clients.enter_async_context(client(replace(real, url=url)))
-            gc.collect()
-            gc.freeze()
+            settle()
             for number in range(-1, self._pairs):  # the first fills the prefix cache and opens connections
                 order = list(runs) if number % 2 else list(reversed(runs))
                 for way, name in order:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,16 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "test_long.json
 
 _long: dict[str, dict[str, object]] = {}
 """Test id → what came of it, of the long ones of this run."""
+
+
+@pytest.fixture(autouse=True)
+def same_interpreter() -> Iterator[None]:
+    """A loop that begins in a test sets up the interpreter of all of them."""
+    thresholds, switch_interval_s = gc.get_threshold(), sys.getswitchinterval()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(switch_interval_s)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

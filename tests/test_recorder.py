@@ -120,9 +120,6 @@ def test_engines_that_stop_serving_are_shown_once_the_steps_began(run: Run) -> N
     assert run.shown() == ["1 of 2 engines serve", "all 2 engines serve"]
 
 
-def test_what_start_up_made_is_kept_from_the_garbage_collector(run: Run) -> None:
-    try:
-        run.record.start(1)
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
+def test_a_loop_begins_with_an_interpreter_that_is_set_up_for_it(run: Run) -> None:
+    run.record.start(1)
+    assert gc.get_freeze_count() > 10_000
