@@ -6,8 +6,8 @@ The loop shares it with the trainer's thread and with all that belongs to thousa
   requests in flight that is 100,000 to 1,000,000 objects: the loop stands still for 0.1 to 0.5 s, to find next to
   nothing, since what a sample leaves behind is freed without it. So they have their time while engines are paused for
   new weights; at others only once so much was made and not freed that it may well be garbage.
-- *The lock of the interpreter* is given up by each write to a file, and comes back from a thread that computes after the
-  switch interval. The usual one of 5 ms would be most of the time in which the loop is to come round.
+- *The lock of the interpreter* is given up by each write to a file. A thread that computes gives it back after the
+  switch interval, of which the usual one, 5 ms, would be most of the time in which the loop is to come round.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def run_demo(work: Path, name: str, steps: int) -> dict[str, float]:
 
 
 def seconds_of(line: Mapping[str, float]) -> dict[str, float]:
-    """The parts of one step, evaluations left out. To wait for a batch is `generate` where nothing is generated ahead."""
+    """The parts of a step without evaluations. The wait for a batch is `generate` where nothing is generated ahead."""
     wait_s = line["time/wait_s"] if "time/wait_s" in line else line["time/generate_s"]
     step_s = line["time/step_s"] - line.get("time/eval_s", 0.0)
     return {"step": step_s, "wait": wait_s, "train": line["time/train_s"], "publish": line["time/publish_s"]}

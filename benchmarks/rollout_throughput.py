@@ -11,8 +11,8 @@
   wall times to the bare loop comes with the upper end of its 95 % confidence interval (one-sided, over log-ratios).
 
 Clients (rollout_clients.py) run in this process on uvloop, on the first core that it may use, engines on the last. The
-interpreter is set up as in a job (asyncrl/interpreter.py), for all of them. `starved` is the share of time in which this
-process had work and got no CPU: on a shared machine that, too, makes a loop late. What was measured is put into
+interpreter is set up as in a job (asyncrl/interpreter.py), for all of them. `starved` is the share of time in which
+this process had work and got no CPU: on a shared machine that, too, makes a loop late. What was measured is put into
 benchmarks/results/rollout_throughput.json, part by part; parts that were not run stay as they were.
 """
 
