@@ -146,7 +146,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
-        fleet=ToldFleet(controller, components.rollout_executor),
+        fleet=ToldFleet(controller, components.rollout_executor, tell_version=not job.layout.colocated),
         copies=copies,
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
     )

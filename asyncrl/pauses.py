@@ -1,27 +1,41 @@
-"""The executor hears when engines are paused for new weights: where fleet and executor of a job meet.
+"""The executor hears of each update of the weights: where fleet and executor of a job meet.
 
-Invariant: a pause that was told to the executor ends, however the update does; its clock never stands still for good.
+What runs goes on until all is ready for the new weights; only then requests do what weights.on_update says and engines
+are paused. Nothing is sent before the executor knows which weights it is sent under.
+
+Invariant: an update that the executor was told of ends for it, however it does; its clock never stands still for good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl import interpreter
+from asyncrl.weights.publication import Fleet
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
-    from asyncrl.data.fleet import UpdateAck, UpdateLease
-    from asyncrl.weights.publication import Fleet
+    from asyncrl.data.fleet import FleetView, UpdateAck, UpdateLease
 
 
-class Paused(Protocol):
-    """Who wants to know; a `RolloutExecutor` is one."""
+class ServingFleet(Fleet, Protocol):
+    """A `Fleet` that tells how its engines are; an `InferenceController` is one."""
+
+    def fleet(self) -> FleetView: ...
+
+
+class Executor(Protocol):
+    """Who is told; a `RolloutExecutor` is one."""
+
+    def updating(self) -> AbstractAsyncContextManager[None]: ...
 
     def engines_paused(self) -> None: ...
 
     def engines_resumed(self) -> None: ...
+
+    def set_weight_version(self, version: str) -> None: ...
 
 
 class ToldFleet:
@@ -31,29 +45,37 @@ class ToldFleet:
     again finds too few of them at work to hold requests to their deadlines.
     """
 
-    def __init__(self, fleet: Fleet, executor: Paused) -> None:
+    def __init__(self, fleet: ServingFleet, executor: Executor, *, tell_version: bool = True) -> None:
+        """Without `tell_version` engines cannot serve the new weights at once, and the loop tells of them later."""
         self._fleet = fleet
         self._executor = executor
+        self._tell_version = tell_version
+        self._version = ""
+        self._update = AsyncExitStack()
+        """What the end of the update in progress undoes."""
 
     def copies_in_use(self) -> frozenset[Path]:
         return self._fleet.copies_in_use()
 
     async def begin_weight_update(self, version: str) -> UpdateLease:
-        self._executor.engines_paused()
-        try:
+        async with AsyncExitStack() as update:  # undone here where it does not begin, or is cancelled
+            if self._fleet.fleet().serves:  # else requests in flight would not end before it
+                await update.enter_async_context(self._executor.updating())
+            update.callback(self._executor.engines_resumed)
+            self._executor.engines_paused()
             lease = await self._fleet.begin_weight_update(version)
-        except BaseException:  # a cancellation too
-            self._executor.engines_resumed()
-            raise
+            self._version, self._update = version, update.pop_all()
         interpreter.tidy()
         return lease
 
     async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
         await self._fleet.commit_weight_update(lease_id, acks, directory)
-        self._executor.engines_resumed()
+        if self._tell_version:
+            self._executor.set_weight_version(self._version)
+        await self._update.aclose()
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
         try:
             await self._fleet.abort_weight_update(lease_id, failed, untouched=untouched)
         finally:
-            self._executor.engines_resumed()
+            await self._update.aclose()

@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,7 +22,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, EnginesLostError
 from asyncrl.job import Job
 from asyncrl.observability.events import CheckpointWritten, FaultSeen, read_events
 from asyncrl.rollout.events import GroupsRolledBack
-from asyncrl.rollout.ledger import rolled_back
+from asyncrl.rollout.ledger import TRAINER, rolled_back
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.components import RolloutComponents
@@ -165,37 +164,21 @@ async def publish(
     half a job runs (`debug`) and there is nothing to publish, or nobody to publish it to. Raises WeightUpdateError as
     `TrainGroup.update_weights` does.
     """
+    if not job.layout.colocated:
+        return await trainer.update_weights(rollout_id)
     controller, executor, _ = components
-    update = _update_in_turn if job.layout.colocated else _update
     try:
-        publication = await update(components, trainer, rollout_id)
+        publication = await _update_in_turn(components, trainer, rollout_id)
     except EnginesLostError as error:
-        if not job.layout.colocated:
-            raise
         job.record.note(f"engines are started again, and the weights published after that: {error}")
         await trainer.offload()
         await controller.onload()
         await controller.wait_updatable()
         await _change_places(job, components, trainer)
-        publication = await update(components, trainer, rollout_id)
-    if job.layout.colocated and publication is not None:
+        publication = await _update_in_turn(components, trainer, rollout_id)
+    if publication is not None:
         executor.set_weight_version(publication.version)  # engines have all of their memory back only now
     return publication
-
-
-def _requests_held(components: RolloutComponents) -> AbstractAsyncContextManager[None]:
-    """What an update does to requests; nothing where no engine serves them, since they do not end before it."""
-    return components.rollout_executor.updating() if components.inference_controller.fleet().serves else nullcontext()
-
-
-async def _update(
-    components: RolloutComponents, trainer: TrainGroup, rollout_id: int | None
-) -> PublicationReport | None:
-    async with _requests_held(components):
-        publication = await trainer.update_weights(rollout_id)
-        if publication is not None:  # before a request is sent: it goes by the weights that it begins under
-            components.rollout_executor.set_weight_version(publication.version)
-        return publication
 
 
 async def _update_in_turn(
@@ -205,8 +188,7 @@ async def _update_in_turn(
     controller, executor, _ = components
     await trainer.offload(keep_weights=True)
     await controller.onload_weights()
-    async with _requests_held(components):
-        publication = await trainer.update_weights(rollout_id)
+    publication = await trainer.update_weights(rollout_id)
     executor.engines_paused()  # the update was one, and has ended; engines go on with the last of their memory
     try:
         await trainer.offload()
@@ -223,15 +205,18 @@ async def _change_places(job: Job, components: RolloutComponents, trainer: Train
     await trainer.onload()
 
 
-async def gather(job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int) -> RolloutBatch:
+async def gather(
+    job: Job, components: RolloutComponents, trainer: TrainGroup, rollout_id: int, name: str = TRAINER
+) -> RolloutBatch:
     """The batch of rollout `rollout_id`, the next to be trained; waits until some engine serves.
 
-    Raises EngineError where none will, and as `RolloutExecutor.get` does.
+    `name` is that of the trainer, where the executor was created for several. Raises EngineError where none will, and
+    as `RolloutExecutor.get` does.
     """
 
     async def get() -> RolloutBatch:
         await components.inference_controller.prepare_rollout(rollout_id)
-        return await components.rollout_executor.get(rollout_id)
+        return await components.rollout_executor.get(rollout_id, name)
 
     return await _with_weights(job, components, trainer, rollout_id, get)
 

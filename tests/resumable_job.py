@@ -52,10 +52,10 @@ class Deadly(EventLog):
 class CountingTrainer:
     """Checks each batch against the bound, and saves how many it has had."""
 
-    def __init__(self, config: Config, run: RunDirectory, engine: AnsweringEngine) -> None:
+    def __init__(self, config: Config, run: RunDirectory, engine: AnsweringEngine, executor: RolloutExecutor) -> None:
         self.resumed: SavedCheckpoint | None = None
         self._bound = Bound.of(config)
-        self._run, self._engine = run, engine
+        self._run, self._engine, self._executor = run, engine, executor
         self._store = CheckpointStore(run.path / "checkpoints")
         self._step = 0
 
@@ -73,7 +73,9 @@ class CountingTrainer:
         return {}
 
     async def update_weights(self, rollout_id: int | None = None) -> Any:
-        self._engine.version = f"{self._run.attempt}.{self._step}"
+        async with self._executor.updating():
+            self._engine.version = f"{self._run.attempt}.{self._step}"
+            self._executor.set_weight_version(self._engine.version)
         return SimpleNamespace(version=self._engine.version)
 
     async def save_checkpoint(self, rollout_id: int, extra: dict[str, bytes], *, wait: bool) -> None:
@@ -129,7 +131,7 @@ async def _run(config: Config, entrypoint: str, kill: tuple[int, float] | None) 
                 return RolloutComponents(Controller(), executor, executor.get_num_rollout_per_epoch())  # type: ignore[arg-type]
 
             async def create_train_group(job: Any, components: Any) -> Any:
-                return CountingTrainer(config, run, engine)
+                return CountingTrainer(config, run, engine, executor)
 
             loop.create_rollout_components, loop.create_train_group = create_rollout_components, create_train_group
             record = SimpleNamespace(phase=lambda name: nullcontext(), steps=0, note=lambda text: None)

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,21 +69,34 @@ def test_the_lock_comes_back_from_a_thread_that_computes_within_a_millisecond() 
 async def test_garbage_goes_while_engines_are_paused() -> None:
     told: list[str] = []
 
-    class Executor:
-        def engines_paused(self) -> None:
-            told.append("paused")
-
-        def engines_resumed(self) -> None:
-            told.append("resumed")
-
-    fleet = ToldFleet(FakeController(), Executor())  # type: ignore[arg-type]  # its abort has a default more
+    executor = SimpleNamespace(
+        engines_paused=lambda: told.append("paused"), engines_resumed=lambda: told.append("resumed")
+    )
+    fleet = ToldFleet(FakeController(), executor)  # type: ignore[arg-type]
     interpreter.settle()
-    garbage = weakref.ref(Cycle(), lambda _: told.append("collected"))
+    garbage = [Cycle() for _ in range(20_000)]
+    weakref.finalize(garbage[0], told.append, "collected")
+    garbage.clear()
     lease = await fleet.begin_weight_update("0.0")
-    assert garbage() is None
     await fleet.abort_weight_update(lease.lease_id, {}, untouched=True)
     assert told == ["paused", "collected", "resumed"]
+
+
+def test_a_pause_is_not_made_longer_for_next_to_nothing() -> None:
+    interpreter.settle()
     with collections() as seen:
-        gc.unfreeze()
+        made = [Cycle() for _ in range(1_000)]
         interpreter.tidy()
-    assert seen == [], "not before there is a loop"
+    assert seen == [] and len(made) == 1_000
+
+
+def test_before_there_is_a_loop_collections_are_as_usual() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        made = [Cycle() for _ in range(20_000)]
+        with collections() as seen:
+            interpreter.tidy()
+    finally:
+        gc.enable()
+    assert seen == [] and len(made) == 20_000

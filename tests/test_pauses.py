@@ -1,9 +1,10 @@
-"""The executor's clock stands still from the moment an update is asked for to its end, however that comes about."""
+"""An executor hears of an update when all is ready for it, and again of its end, however that comes about."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -26,14 +27,30 @@ __all__ = ["start_fleet"]  # a fixture
 
 
 class Clock:
+    """What an executor does with it, in short."""
+
     def __init__(self) -> None:
         self.paused = False
+        self.calls: list[str] = []
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        self.calls.append("update")
+        try:
+            yield
+        finally:
+            self.calls.append("end of the update")
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(version)
 
     def engines_paused(self) -> None:
         self.paused = True
+        self.calls.append("pause")
 
     def engines_resumed(self) -> None:
         self.paused = False
+        self.calls.append("end of the pause")
 
 
 def told(controller: FakeController) -> tuple[ToldFleet, Clock]:
@@ -51,6 +68,27 @@ async def test_an_update_that_is_committed_is_a_pause() -> None:
     assert clock.paused
     await fleet.commit_weight_update(lease.lease_id, acks(lease), None)
     assert not clock.paused
+
+
+@pytest.mark.parametrize("tell", [True, False])
+async def test_requests_hear_of_an_update_before_the_pause_and_are_sent_when_their_weights_are_known(
+    tell: bool,
+) -> None:
+    controller, clock = FakeController(), Clock()
+    fleet = ToldFleet(controller, clock, tell_version=tell)  # type: ignore[arg-type]  # its abort has a default more
+    lease = await fleet.begin_weight_update("0.0")
+    await fleet.commit_weight_update(lease.lease_id, acks(lease), None)
+    told = (["0.0"] if tell else [], ["0.1"] if tell else [])
+    assert clock.calls == ["pause", *told[0], "end of the pause"], "no engine served: no request could end before it"
+    clock.calls.clear()
+    lease = await fleet.begin_weight_update("0.1")
+    assert clock.calls == ["update", "pause"]
+    await fleet.commit_weight_update(lease.lease_id, acks(lease), None)
+    assert clock.calls == ["update", "pause", *told[1], "end of the pause", "end of the update"]
+    clock.calls.clear()
+    lease = await fleet.begin_weight_update("0.2")
+    await fleet.abort_weight_update(lease.lease_id, {}, untouched=True)
+    assert clock.calls == ["update", "pause", "end of the pause", "end of the update"]
 
 
 async def test_an_update_that_is_given_up_ends_the_pause() -> None:
@@ -101,10 +139,11 @@ async def test_a_step_that_is_cancelled_ends_the_pause(step: str, monkeypatch: p
     assert not clock.paused
 
 
-class Told:
-    """What an executor does with it."""
+class Told(Clock):
+    """Likewise, with the clock that requests go by."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.clock = EngineClock()
 
     def engines_paused(self) -> None:

@@ -16,7 +16,7 @@ from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.debug import DebugConfig
 from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
-from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, trainers_turn, warm_up
+from asyncrl.phases import checkpoint, evaluate, export, gather, make_room, publish, resume, trainers_turn, warm_up
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.events import GroupsTrained
 from asyncrl.training.checkpoints.saver import Written
@@ -77,14 +77,21 @@ async def test_weights_are_published_while_the_trainer_holds_them(colocated: boo
     parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls), None)  # type: ignore[arg-type]
     trainer: Any = Noted("trainer", calls, update_weights=report)
     assert await publish(a_job(colocated), parts, trainer, 3) is report
-    around = (
-        ["trainer.offload keep_weights", "engines.onload_weights"],
-        ["executor.engines_paused", "trainer.offload", "engines.onload_kv", "executor.engines_resumed"],
-    )
-    before, after = around if colocated else ([], [])
-    told, end = "executor.set_weight_version 0.4", "executor.updating ended"
-    update = ["executor.updating", "trainer.update_weights 3"]
-    assert calls == [*before, *update, *([end, *after, told] if colocated else [told, end])]
+    if not colocated:
+        assert calls == ["trainer.update_weights 3"]
+        return
+    before, update = ["trainer.offload keep_weights", "engines.onload_weights"], ["trainer.update_weights 3"]
+    after = ["executor.engines_paused", "trainer.offload", "engines.onload_kv", "executor.engines_resumed"]
+    assert calls == [*before, *update, *after, "executor.set_weight_version 0.4"]
+
+
+async def test_each_of_several_trainers_gathers_under_its_name() -> None:
+    calls: list[str] = []
+    engines, executor = Noted("engines", calls), Noted("executor", calls)
+    parts = RolloutComponents(engines, executor, None)  # type: ignore[arg-type]
+    trainer: Any = Noted("trainer", calls)
+    await gather(a_job(False), parts, trainer, 3, "critic")
+    assert calls == ["engines.prepare_rollout 3", "executor.get 3 critic"]
 
 
 async def test_the_trainers_turn_on_shared_gpus_is_a_pause_of_the_engines() -> None:

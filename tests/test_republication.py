@@ -20,6 +20,7 @@ from asyncrl.errors import AsyncRLError, EngineError, RolloutError, WeightUpdate
 from asyncrl.inference.engine_api import Generation
 from asyncrl.phases import evaluate, gather, make_room, publish
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
+from asyncrl.rollout.ledger import TRAINER
 from asyncrl.weights.publication import PublicationReport
 from tests.inference.conftest import StartFleet, anyio_backend, eventually, start_fleet
 from tests.inference.transaction_rig import Rig, rig
@@ -63,7 +64,7 @@ class Executor:
         self.before: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Happens once, when generation has begun."""
 
-    async def get(self, rollout_id: int) -> Generation:
+    async def get(self, rollout_id: int, trainer: str = TRAINER) -> Generation:
         if self.before is not None:
             before, self.before = self.before, None
             await before()
@@ -98,6 +99,7 @@ class Played:
         self.rig = rig
         self.trainer: Any = Trainer(rig, shares)
         self.executor: Any = Executor(rig)
+        rig.executor, rig.tell_version = self.executor, not shares
         self.components = RolloutComponents(rig.fleet.controller, self.executor, None)
         self.notes: list[str] = []
         record = SimpleNamespace(

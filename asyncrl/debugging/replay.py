@@ -25,6 +25,7 @@ from asyncrl.observability.events import EventLog, FaultSeen
 from asyncrl.observability.line_file import LineFile, encode_line
 from asyncrl.observability.metrics import read_metrics
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
+from asyncrl.rollout.ledger import TRAINER
 from asyncrl.rollout.metrics import RolloutMetrics
 
 COMPARISON = "comparison.jsonl"
@@ -71,7 +72,7 @@ class SavedRollouts:
                 f"debug.load_rollouts: {directory} holds no saved batch; run with debug.save_rollouts first"
             )
 
-    async def get(self, rollout_id: int) -> RolloutBatch:
+    async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:
         """The saved batch. RolloutError where it was not saved."""
         if rollout_id not in self._ids:
             raise RolloutError(

@@ -216,15 +216,16 @@ class RolloutExecutor:
         self._ledger.check_deliverable(rollout_id, trainer)
         if not self._several:
             return await self._gather(rollout_id, trainer)
-        with WAITS.register("shared batch", f"rollout {rollout_id}, for {trainer}", math.inf):
-            async with self._gathering:  # whoever comes second waits for the batch of the first
-                if rollout_id not in self._shared:
-                    self._shared[rollout_id] = await self._gather(rollout_id, trainer)
-                    return self._shared[rollout_id]
-                batch = self._shared[rollout_id]
-                if not self._ledger.share(rollout_id, trainer):
-                    del self._shared[rollout_id]
-                return batch
+        if rollout_id not in self._shared:
+            with WAITS.register("shared batch", f"rollout {rollout_id}, for {trainer}", math.inf):
+                async with self._gathering:  # whoever comes second waits for the batch of the first
+                    if rollout_id not in self._shared:
+                        self._shared[rollout_id] = await self._gather(rollout_id, trainer)
+                        return self._shared[rollout_id]
+        batch = self._shared[rollout_id]
+        if not self._ledger.share(rollout_id, trainer):
+            del self._shared[rollout_id]
+        return batch
 
     async def _gather(self, rollout_id: int, trainer: str) -> RolloutBatch:
         began = time.monotonic()

@@ -90,8 +90,12 @@ class PublicationReport:
 
 
 def longest_begin_s(config: Config) -> float:
-    """`begin_timeout_s` of a job, in seconds: longer than what the fleet itself bounds (starts, pauses, sessions)."""
-    return config.engine.start_timeout_s + config.router.start_timeout_s + config.weights.lease_timeout_s
+    """`begin_timeout_s` of a job, in seconds: longer than the bounds of all that happens in it.
+
+    These are the fleet's own (starts, pauses, sessions), and that of requests which are to end before.
+    """
+    fleet_s = config.engine.start_timeout_s + config.router.start_timeout_s + config.weights.lease_timeout_s
+    return fleet_s + config.rollout.request_timeout_s
 
 
 def engines_to_retry(engines: Sequence[EngineEndpoint], result: TransferResult) -> tuple[EngineEndpoint, ...]:

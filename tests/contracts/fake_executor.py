@@ -16,7 +16,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
 from asyncrl.errors import RolloutError
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.ledger import Ledger
+from asyncrl.rollout.ledger import TRAINER, Ledger
 
 
 class FakeExecutor:
@@ -31,12 +31,12 @@ class FakeExecutor:
         self._groups = 0
         self._disposed = False
 
-    async def get(self, rollout_id: int) -> RolloutBatch:
+    async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:
         if self._disposed:
             raise RolloutError(f"rollout {rollout_id} is being gathered already, or the executor was disposed")
-        self._ledger.check_deliverable(rollout_id)
+        self._ledger.check_deliverable(rollout_id, trainer)
         groups = [self._sample() for _ in range(self._prompts_per_step)]
-        self._ledger.deliver(rollout_id, [group.group_id for group in groups])
+        self._ledger.deliver(rollout_id, [group.group_id for group in groups], trainer)
         return RolloutBatch.from_groups(rollout_id, groups, temperature=1.0)
 
     async def commit(self, rollout_id: int) -> None:

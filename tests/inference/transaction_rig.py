@@ -26,7 +26,7 @@ from asyncrl.inference import deadlines, engine_api
 from asyncrl.inference import router as router_client
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.observability.waits import waiting
-from asyncrl.pauses import Paused, ToldFleet
+from asyncrl.pauses import Executor, ToldFleet
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import PublicationReport, publish
 from asyncrl.weights.transfer import Transport
@@ -80,14 +80,17 @@ class Rig:
     transport: Transport
     copies: Copies | None
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    executor: Paused | None = None
-    """Hears of the pauses, where there is one."""
+    executor: Executor | None = None
+    """Hears of the updates, where there is one."""
+    tell_version: bool = True
 
     async def publish(self, version: str) -> PublicationReport:
         self.source.tensors = self.versions[version] = tensors_of(version)
-        controller = self.fleet.controller
+        fleet = controller = self.fleet.controller
+        if self.executor is not None:
+            fleet = ToldFleet(controller, self.executor, tell_version=self.tell_version)
         return await publish(
-            controller if self.executor is None else ToldFleet(controller, self.executor),
+            fleet,
             self.source,
             self.transport,
             version=version,

@@ -15,6 +15,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
+from tests.rollout.test_executor import group_of
 from tests.scripted.answers import Action, scripted_engine
 
 SHARED = {"rollout": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 8, "max_staleness": 2}}
@@ -46,6 +47,23 @@ async def test_an_actor_and_its_critic_train_the_same_batches_each_at_its_own_pa
         assert groups[GroupState.TRAINED] == 9 and sum(groups.values()) == 9
     told = [event for event in events.recent if event["kind"] == "groups_trained"]
     assert [event["rollout_id"] for event in told] == [0, 1, 2]
+
+
+async def test_a_batch_that_is_there_does_not_wait_for_the_one_after_it(start_executor: StartExecutor) -> None:
+    async with (
+        scripted_engine(lambda request, number: Action(fault="hang" if group_of(request) >= 3 else None)) as engine,
+        start_executor(engine, trainers=("actor", "critic"), **SHARED) as executor,
+    ):
+        engine.version = "0.0"
+        executor.set_weight_version("0.0")
+        batch = await executor.get(0, "actor")
+        await executor.commit(0, "actor")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(executor.get, 1, "actor")
+            await engine.until(lambda e: e.in_flight == 6)
+            with anyio.fail_after(5):
+                assert (await executor.get(0, "critic")) is batch
+            engine.released.set()
 
 
 async def test_a_batch_is_trained_and_may_be_saved_when_the_slowest_trainer_is_done(
