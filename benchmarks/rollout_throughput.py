@@ -58,8 +58,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "rollout_throughput.json"
 BARE, OURS, USUAL = CLIENTS
 GROUPS, SAMPLES, TOKENS, PROMPT = 64, 8, 1000, 512
 """Of a batch against the no-op engine."""
-HTTPX_SHARE = 32
+HTTPX_SHARE = 8
 """httpx is measured over so many times fewer samples, since it takes ten times as long or more."""
+HTTPX_SKIP, HTTPX_PACED = 1024, 512
+"""Samples that do not count, as it takes a tenth of a second to open each of its connections; and paced ones that do."""
 PACES = ((1.0, 512, tuple(CLIENTS)), (8.0, 4096, (BARE, OURS)))
 """Mean latency in seconds, requests in flight, clients. httpx takes minutes to begin with 4,096."""
 JITTER = 0.5
@@ -176,8 +178,10 @@ class Bench:
             load = replace(self._load, url=url)
             for number in range(self._rounds):
                 for name in CLIENTS:
-                    count = self._samples // (HTTPX_SHARE if name == USUAL else 1)
-                    row = await measure(name, load, min(2 * load.batch, count), count)
+                    skip, count = 2 * load.batch, self._samples
+                    if name == USUAL:
+                        skip, count = HTTPX_SKIP, count // HTTPX_SHARE
+                    row = await measure(name, load, min(skip, count), count)
                     rows.append({"round": number, **row})
                     print(f"  noop {number + 1}/{self._rounds} {line(row)}", flush=True)
         return rows
@@ -190,8 +194,9 @@ class Bench:
                 ahead = 2 * in_flight // self._load.batch + 1
                 async with noop_engine(self._engine_cpu, latency_s) as url:
                     load = replace(self._load, url=url, in_flight=in_flight, ahead=ahead)
-                    # httpx serves a tenth of what is offered
-                    skip, count = (256, 256) if name == USUAL else (3 * in_flight, int(20 * offered))
+                    skip, count = 3 * in_flight, int(20 * offered)
+                    if name == USUAL:  # it serves a tenth of what is offered
+                        skip, count = HTTPX_SKIP, HTTPX_PACED
                     row = await measure(name, load, skip, count)
                 rows.append(
                     {
