@@ -274,7 +274,7 @@ class MegatronTrainer:
         if self._layout.rank == 0:
             facts = {
                 "what": what,
-                "minibatch": number,
+                "optimizer_step": number,
                 "loss": str(loss),
                 "grad_norm": str(grad_norm),
                 "samples": sorted(batch.sample_ids[i] for i in plan.samples),
