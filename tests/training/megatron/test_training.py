@@ -265,7 +265,7 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
     saved = load_file(tmp_path / "rollout-000007.safetensors")
     assert torch.equal(saved["tokens"], poisoned(5).tokens)
     facts = json.loads((tmp_path / "rollout-000007.json").read_text())
-    assert facts["loss"] == "nan"
+    assert (facts["optimizer_step"], facts["loss"]) == (0, "nan")
     assert facts["batch"]["sample_ids"] == list(poisoned(5).sample_ids)
 
 
