@@ -252,6 +252,8 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "train.steps": ("train.num_steps",),
     "max_steps": ("train.num_steps",),
     "epochs": ("train.num_epochs",),
+    "ppo_epochs": ("train.batch_epochs",),
+    "num_iterations": ("train.batch_epochs",),
     "tp_size": ("engine.tensor_parallel", "train.tensor_parallel"),
     "tensor_parallel_size": ("engine.tensor_parallel", "train.tensor_parallel"),
     "data.path": ("data.source",),

@@ -55,7 +55,7 @@ class RolloutConfig(Section):
     max_staleness: int | None = Field(default=None, ge=0)
     """Most optimizer steps between the weights that made a token and those that it trains; a hard bound. How far
     train_async.py generates ahead follows from it. none: the least that works, train.minibatches *
-    train.update_weights_interval - 1, which is 0 (synchronous) where both are 1."""
+    train.batch_epochs * train.update_weights_interval - 1, which is 0 (synchronous) where all three are 1."""
 
     straggler: Literal["wait", "reissue"] = "wait"
     """A prompt group that would become too old unless it is trained now, and is not finished: wait lets the trainer

@@ -55,7 +55,11 @@ class TrainConfig(Section):
     """Divide group-relative advantages by the group's standard deviation (GRPO); False is Dr. GRPO."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per rollout batch; prompt groups are split among them whole."""
+    """Optimizer steps per pass over a rollout batch; prompt groups are split among them whole."""
+
+    batch_epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout batch, each of train.minibatches optimizer steps (num_epochs are passes over the
+    data)."""
 
     update_weights_interval: int = Field(default=1, ge=1)
     """Rollout batches from one publication of the weights to the next, in train_async.py; train.py publishes each."""
@@ -77,6 +81,11 @@ class TrainConfig(Section):
 
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """Optimizer steps taken on each rollout batch, all passes together: what staleness counts."""
+        return self.minibatches * self.batch_epochs
 
     def publishes(self, rollout_id: int) -> bool:
         """Whether the weights are due to be published after batch `rollout_id`."""

@@ -87,15 +87,15 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
 
 
 def _staleness_problems(config: Config) -> Iterator[Problem]:
-    asked, least = config.rollout.max_staleness, least_staleness(config)
-    interval, minibatches = config.train.update_weights_interval, config.train.minibatches
+    asked, least, train = config.rollout.max_staleness, least_staleness(config), config.train
+    interval, steps = train.update_weights_interval, train.optimizer_steps_per_batch
     if asked is not None and asked < least:
         yield Problem(
             "rollout.max_staleness",
-            f"{asked} cannot be kept: with {minibatches} optimizer step(s) for each batch (train.minibatches) and a "
-            f"publication after every {interval} batch(es) (train.update_weights_interval), the last step before a "
-            f"publication is {minibatches} * {interval} - 1 = {least} step(s) ahead of the newest weights to sample "
-            f"from; use at least {least}",
+            f"{asked} cannot be kept: with {train.minibatches} * {train.batch_epochs} = {steps} optimizer step(s) for "
+            f"each batch (train.minibatches * train.batch_epochs) and a publication after every {interval} batch(es) "
+            f"(train.update_weights_interval), the last step before a publication is {steps} * {interval} - 1 = "
+            f"{least} step(s) ahead of the newest weights to sample from; use at least {least}",
         )
 
 

@@ -1,8 +1,9 @@
 """Staleness: optimizer steps between the weights that made a token and those that it trains. Pure.
 
-Batch j is trained by m optimizer steps, the first of them on weights of step j. A token made by weights of step v
-(version `attempt.v`, v batches trained) has a staleness of m·(j - v) at the first of these steps and m - 1 more at the
-last. `Bound.check` holds the invariant of the whole project: nothing is trained that is staler than `max_staleness`.
+Batch j is trained by m optimizer steps, in one pass over it or several, the first of them on weights of step j. A token
+made by weights of step v (version `attempt.v`, v batches trained) has a staleness of m·(j - v) at the first of these
+steps and m - 1 more at the last. `Bound.check` holds the invariant of the whole project: nothing is trained that is
+staler than `max_staleness`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Bound:
     max_staleness: int
     """Optimizer steps."""
     optimizer_steps: int
-    """m: taken on each batch."""
+    """m: taken on each batch, all passes together."""
 
     @classmethod
     def of(cls, config: Config) -> Bound:
-        return cls(max_staleness(config), config.train.minibatches)
+        return cls(max_staleness(config), config.train.optimizer_steps_per_batch)
 
     @property
     def batches(self) -> int:

@@ -1,9 +1,9 @@
 """Which rank computes which samples in which forward pass: pure, and the same on every rank.
 
 Invariants
-- Every sample that has a trained token is in exactly one micro-batch of exactly one data-parallel rank of one
-  optimizer step.
-- A prompt group is in one optimizer step only (its advantages are relative to each other).
+- In a pass over a batch, every sample that has a trained token is in exactly one micro-batch of exactly one
+  data-parallel rank of one optimizer step. Further passes repeat the same plans.
+- A prompt group is in one of these steps only (its advantages are relative to each other).
 - Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively; a rank
   without samples of its own runs the step's shortest one uncounted.
 - Ranks may run different numbers of micro-batches.
@@ -49,7 +49,7 @@ def plan_steps(
     max_tokens: int,
     minibatches: int = 1,
 ) -> tuple[StepPlan, ...]:
-    """Plans the optimizer steps of one batch.
+    """Plans the optimizer steps of one pass over a batch.
 
     Args:
         lengths: tokens of each sample, prompt and response.

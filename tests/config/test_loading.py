@@ -128,6 +128,7 @@ def test_an_unknown_key_in_a_file_is_refused_with_the_nearest_one(load):
         ("--eval.data.soruce", "--eval.data.source"),
         ("--eval.data.sz", "--eval.data.size"),
         ("--train.learning-rate", "--train.lr"),
+        ("--train.ppo-epochs", "--train.batch-epochs"),
         ("--rollout.n", "--rollout.samples-per-prompt"),
         ("--train.batch-size", "--rollout.prompts-per-step"),
         ("--training.seed", "--train.seed"),

@@ -34,6 +34,17 @@ README = Path(__file__).parents[2] / "README.md"
             "2 * 3 - 1 = 5 step(s) ahead of the newest weights to sample from; use at least 5",
         ),
         (
+            ["--train.minibatches", "2", "--train.batch-epochs", "3", "--rollout.max-staleness", "4"],
+            "rollout.max_staleness",
+            "2 * 3 = 6 optimizer step(s) for each batch (train.minibatches * train.batch_epochs)",
+        ),
+        (
+            ["--train.minibatches", "2", "--train.batch-epochs", "3", "--rollout.max-staleness", "4"],
+            "rollout.max_staleness",
+            "6 * 1 - 1 = 5 step(s) ahead of the newest weights to sample from; use at least 5",
+        ),
+        (["--train.batch-epochs", "0"], "train.batch_epochs", "'0' is not allowed; expected whole number, at least 1"),
+        (
             ["--train.update-weights-interval", "2", "--eval.data.source", "train.jsonl", "--eval.every", "3"],
             "eval.every",
             "3 is no multiple of 2 (train.update_weights_interval)",
@@ -127,6 +138,8 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
         ["--train.num-steps", "0", "--data.source", ""],
         ["--warmup.steps", "0", "--warmup.source", "gone.jsonl"],
         ["--train.minibatches", "4"],
+        ["--train.batch-epochs", "3"],
+        ["--train.minibatches", "2", "--train.batch-epochs", "3", "--rollout.max-staleness", "5"],
         ["--model.path", "gone", "--model.builder", "json.tool:main"],
         ["--data.source", "reasoning_gym:chain_sum"],
         ["--data.source", "json:loads"],

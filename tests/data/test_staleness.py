@@ -88,6 +88,9 @@ def test_samples_without_spans_have_nothing_to_check() -> None:
         ({}, 3, 3, 3),
         ({"minibatches": 2}, 4, 4, 1),
         ({"minibatches": 2}, 5, 5, 2),
+        ({"batch_epochs": 2}, None, 1, 0),
+        ({"minibatches": 2, "batch_epochs": 3}, 10, 10, 0),
+        ({"minibatches": 2, "batch_epochs": 3}, 11, 11, 1),
     ],
 )
 def test_the_bound_of_a_job_is_the_least_that_works_unless_told(
@@ -95,3 +98,22 @@ def test_the_bound_of_a_job_is_the_least_that_works_unless_told(
 ) -> None:
     bound = Bound.of(Config.model_validate({"train": train, "rollout": {"max_staleness": asked}}))
     assert (bound.max_staleness, bound.batches) == (expected, batches)
+
+
+@given(minibatches=st.integers(1, 4), epochs=st.integers(1, 4), interval=st.integers(1, 4))
+def test_the_least_bound_is_the_lag_of_a_loop_that_generates_nothing_ahead(
+    minibatches: int, epochs: int, interval: int
+) -> None:
+    train = {"minibatches": minibatches, "batch_epochs": epochs, "update_weights_interval": interval}
+    config = Config.model_validate({"train": train})
+    taken = published = largest = 0
+    for rollout_id in range(2 * interval):
+        for _ in range(epochs):
+            for _ in range(minibatches):
+                largest = max(largest, taken - published)
+                taken += 1
+        if config.train.publishes(rollout_id):
+            published = taken
+    bound = Bound.of(config)
+    assert (bound.max_staleness, bound.batches) == (largest, interval - 1)
+    bound.check(batch(interval - 1, "0.0"))

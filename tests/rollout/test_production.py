@@ -127,9 +127,18 @@ async def test_a_batch_that_the_published_weights_are_too_old_for_is_refused(sta
 
 
 @pytest.mark.parametrize("oversample", [0, 2])
-@pytest.mark.parametrize(("staleness", "interval", "minibatches"), [(0, 1, 1), (3, 1, 1), (2, 3, 1), (7, 2, 2)])
+@pytest.mark.parametrize(
+    ("staleness", "interval", "minibatches", "epochs"),
+    [(0, 1, 1, 1), (3, 1, 1, 1), (2, 3, 1, 1), (7, 2, 2, 1), (11, 2, 2, 2)],
+)
 async def test_through_faults_every_group_is_trained_once_within_the_bound(
-    start_executor: StartExecutor, events: EventLog, staleness: int, interval: int, minibatches: int, oversample: int
+    start_executor: StartExecutor,
+    events: EventLog,
+    staleness: int,
+    interval: int,
+    minibatches: int,
+    epochs: int,
+    oversample: int,
 ) -> None:
     dice, faults = random.Random(staleness), ["status", "drop", "truncate", "garbage", "abort"]
 
@@ -140,7 +149,7 @@ async def test_through_faults_every_group_is_trained_once_within_the_bound(
         spans = ((f"0.{oldest}", 0, 1), (f"0.{published}", 1, 3))
         return Action(fault=fault, latency_s=dice.expovariate(200), text=text, versions=spans)  # type: ignore[arg-type]
 
-    published, steps, bound = 0, 9, Bound(staleness, minibatches)
+    published, steps, bound = 0, 9, Bound(staleness, minibatches * epochs)
     begun: dict[int, int] = {}
     """Step of the weights when a group's first request came."""
     rollout = {
@@ -150,7 +159,7 @@ async def test_through_faults_every_group_is_trained_once_within_the_bound(
         "oversample": oversample,
         "concurrency": 16,
     }
-    train = {"update_weights_interval": interval, "minibatches": minibatches}
+    train = {"update_weights_interval": interval, "minibatches": minibatches, "batch_epochs": epochs}
     with blockbuster_ctx("asyncrl"):
         async with scripted_engine(script) as engine, start_executor(engine, rollout=rollout, train=train) as executor:
             publish(engine, executor, 0)

@@ -98,17 +98,23 @@ class MegatronTrainer:
         self._optimizer = Optimizer(model, model_config, config.train, data_parallel=layout.data_parallel)
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
-        """One training step on a rollout batch: `train.minibatches` optimizer steps with `train.loss`.
+        """One training step on a rollout batch: `train.batch_epochs` passes over it, each of `train.minibatches`
+        optimizer steps, with `train.loss` and one learning rate.
+
+        Every pass takes the same mini-batches in the same order, with the advantages of the batch and the log-probs of
+        the policy that sampled it; only the trainer's own are computed anew.
 
         Returns:
-            Metrics by name (`train/...`), the same on every rank. `train/logprob_diff_*` compares the trainer with the
-            engine over the tokens of the first optimizer step, computed before it.
+            Metrics by name (`train/...`), the same on every rank: over all optimizer steps, so that
+            `train/trained_tokens` counts a token once in each pass. `train/logprob_diff_*` compares the trainer with
+            the engine over the tokens of the first optimizer step of the first pass, computed before it.
 
         Raises:
             NonFiniteError: on every rank, before the step's weights change; the batch is saved.
             DataError: the batch holds ids outside the vocabulary or lengths that do not add up.
         """
         train = self._config.train
+        minibatches, epochs = train.minibatches, train.batch_epochs
         lr = learning_rate(
             batch.rollout_id,
             peak=train.lr,
@@ -117,13 +123,16 @@ class MegatronTrainer:
             total_steps=train.num_steps,
         )
         if train.loss == "sft":
-            return self._run(batch, _sft_loss, lr=lr, temperature=1.0, minibatches=train.minibatches, compare=False)
+            return self._run(
+                batch, _sft_loss, lr=lr, temperature=1.0, minibatches=minibatches, epochs=epochs, compare=False
+            )
         metrics = self._run(
             batch,
             self._grpo_loss(batch),
             lr=lr,
             temperature=batch.temperature,
-            minibatches=train.minibatches,
+            minibatches=minibatches,
+            epochs=epochs,
             compare=True,
         )
         silent = groups_without_signal(batch.rewards, batch.group_index)
@@ -131,7 +140,7 @@ class MegatronTrainer:
 
     def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One optimizer step of cross entropy on the responses, at learning rate `lr` and temperature 1; as `train`."""
-        return self._run(batch, _sft_loss, lr=lr, temperature=1.0, minibatches=1, compare=False)
+        return self._run(batch, _sft_loss, lr=lr, temperature=1.0, minibatches=1, epochs=1, compare=False)
 
     def reset_optimizer(self) -> None:
         """Forgets Adam's moments and step count; the weights stay."""
@@ -235,10 +244,11 @@ class MegatronTrainer:
         lr: float,
         temperature: float,
         minibatches: int,
+        epochs: int,
         compare: bool,
     ) -> dict[str, float]:
         check_batch(batch, self._architecture.vocab_size)
-        plans = self._plan(batch, trained_samples(batch), minibatches=minibatches)
+        plans = self._plan(batch, trained_samples(batch), minibatches=minibatches) * epochs
         total, norms, skipped = Tally(), [], 0
         for number, plan in enumerate(plans):
             self._optimizer.zero_grad()
@@ -274,7 +284,7 @@ class MegatronTrainer:
         if self._layout.rank == 0:
             facts = {
                 "what": what,
-                "minibatch": number,
+                "optimizer_step": number,
                 "loss": str(loss),
                 "grad_norm": str(grad_norm),
                 "samples": sorted(batch.sample_ids[i] for i in plan.samples),

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +137,50 @@ def test_sft_steps_equal_transformers_with_adamw_at_temperature_one(model_direct
     assert_same_weights(weights, expected.weights(), 2e-4)
 
 
-@pytest.mark.parametrize("train", [{}, {"minibatches": 2}], ids=["one update", "two updates"])
+def only(batch: RolloutBatch, groups: Sequence[int]) -> RolloutBatch:
+    """The batch with nothing but these prompt groups to train."""
+    kept = torch.isin(batch.group_index, torch.tensor(groups)).repeat_interleave(batch.response_lengths)
+    return replace(batch, loss_mask=batch.loss_mask & kept)
+
+
+def train_in_passes(
+    layout: RankLayout, path: Path, loss: str
+) -> tuple[list[dict[str, float]], dict[str, Tensor], dict[str, float]]:
+    trainer = trainer_of(layout, path, loss=loss, minibatches=2, batch_epochs=3)
+    metrics = [trainer.train(batch_of(step)) for step in range(2)]
+    return metrics, weights_of(trainer), trainer.train_sft(batch_of(2), lr=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "sft"])
+def test_passes_over_a_batch_equal_as_many_steps_of_transformers_on_its_minibatches(
+    model_directory: Any, loss: str
+) -> None:
+    path = model_directory("qwen3-tied")
+    [(metrics, weights, warmup)] = run_ranks(train_in_passes, path, loss)
+    expected = Reference(path)
+    for step, (got, lr) in enumerate(zip(metrics, [0.5e-3, 1e-3], strict=True)):
+        minibatches = [only(batch_of(step), groups) for groups in ([0, 1], [2])] * 3
+        temperature = 0.8 if loss == "grpo" else 1.0
+        wanted = [expected.step(part, lr, temperature, grpo=loss == "grpo") for part in minibatches]
+        tokens = [int(part.loss_mask.sum()) for part in minibatches]
+        assert (got["train/updates"], got["train/lr"], got["train/trained_tokens"]) == (6, lr, sum(tokens))
+        assert got["train/grad_norm"] == pytest.approx(sum(want["train/grad_norm"] for want in wanted) / 6, rel=2e-4)
+        for key in ("train/loss", "train/entropy"):  # means over the tokens of all steps
+            mean = sum(want[key] * n for want, n in zip(wanted, tokens, strict=True)) / sum(tokens)
+            assert got[key] == pytest.approx(mean, rel=2e-4, abs=1e-6)
+        if loss == "grpo":
+            assert got["train/logprob_diff_mean"] == pytest.approx(wanted[0]["diff"], rel=1e-4)
+    assert_same_weights(weights, expected.weights(), 1e-4)
+    assert warmup["train/updates"] == 1, "a batch of the warm-up is one step, whatever becomes of rollout batches"
+
+
+@pytest.mark.parametrize(
+    "train", [{}, {"minibatches": 2, "batch_epochs": 2}], ids=["one update", "two passes of two updates"]
+)
 def test_two_ranks_and_other_cuts_give_the_curve_of_one(model_directory: Any, train: dict[str, Any]) -> None:
     path = model_directory("qwen3-tied")
     [(alone, weights)] = run_ranks(train_grpo, path, train)
-    assert alone[0]["train/updates"] == train.get("minibatches", 1)
+    assert alone[0]["train/updates"] == train.get("minibatches", 1) * train.get("batch_epochs", 1)
     for world in (
         {"train": {**train, "max_tokens_per_microbatch": 1}},
         {"train": train, "world_size": 2},
@@ -166,8 +207,8 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(model_directory: Any
         assert torch.allclose(others, logprobs, atol=1e-5)
 
 
-def train_on_what_the_trainer_sampled(layout: RankLayout, path: Path) -> list[dict[str, float]]:
-    trainer = trainer_of(layout, path, lr=1e-2, minibatches=3)
+def train_on_what_the_trainer_sampled(layout: RankLayout, path: Path, train: dict[str, Any]) -> list[dict[str, float]]:
+    trainer = trainer_of(layout, path, lr=1e-2, **train)
     results = []
     for step in range(2):
         batch = batch_of(step)
@@ -176,8 +217,9 @@ def train_on_what_the_trainer_sampled(layout: RankLayout, path: Path) -> list[di
     return results
 
 
-def test_agreement_is_measured_before_the_first_update(model_directory: Any) -> None:
-    [results] = run_ranks(train_on_what_the_trainer_sampled, model_directory("qwen3-tied"))
+@pytest.mark.parametrize("train", [{"minibatches": 3}, {"batch_epochs": 3}], ids=["mini-batches", "passes"])
+def test_agreement_is_measured_before_the_first_update(model_directory: Any, train: dict[str, Any]) -> None:
+    [results] = run_ranks(train_on_what_the_trainer_sampled, model_directory("qwen3-tied"), train)
     for metrics in results:
         assert metrics["train/updates"] == 3
         assert metrics["train/logprob_diff_max"] < 1e-5
@@ -223,7 +265,7 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
     saved = load_file(tmp_path / "rollout-000007.safetensors")
     assert torch.equal(saved["tokens"], poisoned(5).tokens)
     facts = json.loads((tmp_path / "rollout-000007.json").read_text())
-    assert facts["loss"] == "nan"
+    assert (facts["optimizer_step"], facts["loss"]) == (0, "nan")
     assert facts["batch"]["sample_ids"] == list(poisoned(5).sample_ids)
 
 
