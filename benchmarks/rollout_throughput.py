@@ -61,7 +61,7 @@ GROUPS, SAMPLES, TOKENS, PROMPT = 64, 8, 1000, 512
 HTTPX_SHARE = 8
 """httpx is measured over so many times fewer samples, since it takes ten times as long or more."""
 HTTPX_SKIP, HTTPX_PACED = 1024, 512
-"""Samples that do not count, as it takes a tenth of a second to open each of its connections; and paced ones that do."""
+"""Samples that do not count, since to open its connections takes minutes; and paced ones that do."""
 PACES = ((1.0, 512, tuple(CLIENTS)), (8.0, 4096, (BARE, OURS)))
 """Mean latency in seconds, requests in flight, clients. httpx takes minutes to begin with 4,096."""
 JITTER = 0.5

@@ -182,7 +182,7 @@ class WeightsConfig(Section):
     """What running requests do when new weights arrive. retract: keep their tokens, whose KV the new weights compute
     again; log-probs stay exact for each token. in_place: keep tokens and KV, so that nothing is computed again; log-
     probs of what follows are approximate, as they rest on KV of older weights. wait: end first, while nothing new is
-    sent. abort: begin again."""
+    sent. abort: end at once; afterwards they go on from the tokens they have (partial rollouts), on any engine."""
 
     keep_published: Literal["auto", "always", "never"] = "auto"
     """Keep a copy of the published weights for engines that join later: a restarted engine serves again without waiting

@@ -126,6 +126,11 @@ class PolicyTokenizer:
                 )
         return encoded
 
+    def decode(self, ids: NDArray[np.int32]) -> str:
+        """The text of `ids`, int32 [tokens], without special tokens: as the engine decodes a response."""
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
+
     def stop_ids(self, strings: Sequence[str]) -> tuple[int, ...]:
         """The token of each stop string; ConfigError for one that is not exactly one token."""
         ids: list[int] = []

@@ -6,7 +6,7 @@ asked how busy they are (`engine_control.py`). What an update of the weights doe
 - retract: nothing. They are paused with the engines and go on.
 - in_place: likewise. Nothing is sent meanwhile, so that a request is known to begin under the weights it is sent under.
 - wait: those in flight end before; none is begun.
-- abort: those in flight are ended in the engines by their ids, and are sent again afterwards.
+- abort: those in flight are ended in the engines by their ids; afterwards they go on from what they had generated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
+from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.aborts import TELL_TIMEOUT_S, Aborts
@@ -36,7 +37,9 @@ _ABORT_TIMEOUT_S = 1.0
 class Connection:
     """Construct it in the event loop, `start`, use `generator`; `aclose` at the end."""
 
-    def __init__(self, router_url: str, config: Config, scorer: Scorer, *, vocab_size: int, events: EventLog) -> None:
+    def __init__(
+        self, router_url: str, config: Config, scorer: Scorer, *, tokenizer: PolicyTokenizer, events: EventLog
+    ) -> None:
         rollout, self._on_update = config.rollout, config.weights.on_update
         self._patience_s = rollout.request_timeout_s
         self._events = events
@@ -46,7 +49,7 @@ class Connection:
         aborted = frozenset({FailureKind.ABORTED} if self._on_update == "abort" else ())
         self.client = EngineClient(
             router_url,
-            vocab_size=vocab_size,
+            vocab_size=tokenizer.vocab_size,
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             policy=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
@@ -55,8 +58,11 @@ class Connection:
             clock=self.clock,
             on_given_up=self.aborts.add,
             keeps_kv=self._on_update == "in_place",
+            detokenize=tokenizer.decode if self._on_update == "abort" else None,
         )
-        self.generator = GroupGenerator(self.client, scorer, concurrency=rollout.concurrency, vocab_size=vocab_size)
+        self.generator = GroupGenerator(
+            self.client, scorer, concurrency=rollout.concurrency, vocab_size=tokenizer.vocab_size
+        )
         self._policy: ConcurrencyPolicy | None = None
         if rollout.adaptive_concurrency:
             least = min(rollout.samples_per_prompt, rollout.concurrency)
@@ -118,20 +124,18 @@ class Connections:
     """Opens connections in one task group, and closes each of them once it is of no more use."""
 
     def __init__(
-        self, config: Config, scorer: Scorer, task_group: TaskGroup, *, vocab_size: int, events: EventLog
+        self, config: Config, scorer: Scorer, task_group: TaskGroup, *, tokenizer: PolicyTokenizer, events: EventLog
     ) -> None:
         self._config = config
         self._scorer = scorer
         self._tasks = task_group
-        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
         self._events = events
         self._open: set[Connection] = set()
 
     def open(self, router_url: str) -> Connection:
         """Raises nothing where nobody answers: requests wait for a router."""
-        connection = Connection(
-            router_url, self._config, self._scorer, vocab_size=self._vocab_size, events=self._events
-        )
+        connection = Connection(router_url, self._config, self._scorer, tokenizer=self._tokenizer, events=self._events)
         self._open.add(connection)
         connection.start(self._tasks)
         return connection

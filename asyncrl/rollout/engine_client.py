@@ -7,6 +7,7 @@ Invariants
 - Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. Their clock stands
   still while engines are paused (`engine_clock.py`).
 - An attempt that ended without an answer is given up (`on_given_up`): an engine may still be at work on it.
+- What an aborted attempt had generated is part of the answer, where it is to be kept (`partial.py`).
 - While it is held nothing is sent, what is sent again included.
 - Once weights of a step were published, an answer made by others of which no step is known is none: an engine that was
   just started again must not be asked before it holds what was published, and if it is all the same, it is a failure.
@@ -35,6 +36,7 @@ from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.data.staleness import step_of
 from asyncrl.rollout.engine_clock import EngineClock
 from asyncrl.rollout.events import RequestFailed
+from asyncrl.rollout.partial import Detokenize, PartialRollout
 from asyncrl.rollout.retry import FailureKind, RetryHistory, RetryPolicy, parse_retry_after
 from asyncrl.rollout.wire import (
     AttemptFailed,
@@ -95,6 +97,7 @@ class EngineClient:
         clock: EngineClock | None = None,
         on_given_up: Callable[[str, str], None] = _ignore,
         keeps_kv: bool = False,
+        detokenize: Detokenize | None = None,
     ) -> None:
         """Sends nothing yet.
 
@@ -106,6 +109,8 @@ class EngineClient:
             keeps_kv: engines keep the KV of running requests, and their prefix caches, when weights change. Requests
                 then share KV with those of this client only that were sent under the same weights (`published`): an
                 engine that outlives its jobs has met other weights of the same version.
+            detokenize: what an aborted request had generated is kept, and the next attempt goes on from there; None:
+                it begins anew.
         """
         self._url = router_url.rstrip("/") + "/generate"
         self._vocab_size = vocab_size
@@ -116,6 +121,7 @@ class EngineClient:
         self._clock = clock or EngineClock()
         self._on_given_up = on_given_up
         self._keeps_kv = keeps_kv
+        self._detokenize = detokenize
         self._published: str | None = None
         self._by_step = False
         """Whether published versions name a step."""
@@ -183,17 +189,21 @@ class EngineClient:
     async def generate(self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> Generation:
         """One response to one prompt. Raises GenerationFailed when the policy gives up."""
         history, attempt = _UNTRIED, 0
+        partial: PartialRollout | None = None
         self._in_flight += 1
         try:
             while True:
                 try:
                     generation = await self._attempt(
                         request_id(self._nonce, sample_id, attempt),
-                        input_ids,
-                        sampling_params,
+                        input_ids if partial is None else partial.input_ids,
+                        sampling_params if partial is None else partial.sampling_params,
                         self._headers(sample_id, history.failures),
                     )
                 except AttemptFailed as failure:
+                    if self._detokenize is not None and failure.partial is not None:
+                        partial = partial or PartialRollout.begin(input_ids, sampling_params)
+                        partial = partial.extended(failure.partial)
                     history, delay_s = self._policy.after(
                         history, failure.kind, self._random.random(), failure.retry_after_s
                     )
@@ -206,7 +216,9 @@ class EngineClient:
                     attempt += 1
                 else:
                     self._completed += 1
-                    return generation
+                    if partial is None or self._detokenize is None:
+                        return generation
+                    return partial.finished(generation, self._detokenize)
         finally:
             self._in_flight -= 1
 
@@ -251,18 +263,21 @@ class EngineClient:
             generation = decode_answer(503 if no_engine else response.status, body, self._vocab_size)
         except AttemptFailed as failure:
             failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))
+            if failure.partial is not None:
+                failure.partial = self._made_by(failure.partial, sent_under)
             raise
+        return self._made_by(generation, sent_under)
+
+    def _made_by(self, generation: Generation, sent_under: str | None) -> Generation:
+        """With the weights that made each token; AttemptFailed where nobody published them."""
         if self._by_step:
-            self._check_versions(generation)
+            for span in generation.versions:
+                if step_of(span.version) is None:
+                    made = f"tokens {span.start}-{span.end} were made by weights {span.version!r}"
+                    raise AttemptFailed(FailureKind.MALFORMED, f"{made}, which nobody published")
         if not self._keeps_kv:
             return generation
         return replace(generation, versions=attribute_steps_in_flight(generation.versions, sent_under))
-
-    def _check_versions(self, generation: Generation) -> None:
-        for span in generation.versions:
-            if step_of(span.version) is None:
-                detail = f"tokens {span.start}-{span.end} were made by weights {span.version!r}, which nobody published"
-                raise AttemptFailed(FailureKind.MALFORMED, detail)
 
     def _report(self, sample_id: str, attempt: int, failure: AttemptFailed, *, retried: bool) -> None:
         self._failed_attempts[failure.kind] += 1

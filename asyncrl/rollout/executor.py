@@ -169,8 +169,7 @@ class RolloutExecutor:
             if held_out is None
             else await _in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
         )
-        vocab_size = self._tokenizer.vocab_size
-        connections = Connections(config, scorer, task_group, vocab_size=vocab_size, events=self._events)
+        connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
         stream = await _in_thread(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar
@@ -38,6 +39,8 @@ class AttemptFailed(Exception):
         self.detail = detail
         self.retry_after_s: float | None = None
         """Before that, the answer says, it is of no use to come again."""
+        self.partial: Generation | None = None
+        """What an aborted request had generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +111,15 @@ class _Token(msgspec.Struct, array_like=True, gc=False):
 
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
-    output_token_logprobs: list[_Token]
+    output_token_logprobs: list[_Token] = []
     weight_version: str = ""
     weight_versions: list[VersionSpan] | None = None
 
 
 class _Answer(msgspec.Struct, Generic[TokenId]):
     text: str
-    output_ids: list[TokenId]
     meta_info: _Meta
+    output_ids: list[TokenId] = []  # an aborted request may have none
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -171,15 +174,30 @@ def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:
         answer = _decoder(vocab_size).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise AttemptFailed(FailureKind.MALFORMED, f"{error}; body begins {_error_text(body[:100])!r}") from error
-    meta = answer.meta_info
-    finish = meta.finish_reason
-    if finish.type == "abort":
-        kind = FailureKind.ABORTED if finish.status_code is None else _kind_of_status(finish.status_code)
-        raise AttemptFailed(kind, finish.message or "aborted by the engine")
-    ids, logprobs = answer.output_ids, meta.output_token_logprobs
-    if not ids or len(ids) != len(logprobs):
-        raise AttemptFailed(FailureKind.MALFORMED, f"{len(ids)} tokens with {len(logprobs)} log-probs")
-    return Generation(_int32(ids), _float32(logprobs), finish.type, _versions(meta, len(ids)), answer.text)
+    finish = answer.meta_info.finish_reason
+    if finish.type != "abort":
+        return _generation(answer)
+    kind = FailureKind.ABORTED if finish.status_code is None else _kind_of_status(finish.status_code)
+    failure = AttemptFailed(kind, finish.message or "aborted by the engine")
+    with suppress(AttemptFailed):  # of no use
+        failure.partial = _generation(answer) if kind is FailureKind.ABORTED else None
+    raise failure
+
+
+def _generation(answer: _Answer[int]) -> Generation:
+    """Checked; AttemptFailed where it cannot be what was sampled."""
+    meta, ids = answer.meta_info, answer.output_ids
+    if not ids or len(ids) != len(meta.output_token_logprobs):
+        raise AttemptFailed(
+            FailureKind.MALFORMED, f"{len(ids)} tokens with {len(meta.output_token_logprobs)} log-probs"
+        )
+    return Generation(
+        _int32(ids),
+        _float32(meta.output_token_logprobs),
+        meta.finish_reason.type,
+        _versions(meta, len(ids)),
+        answer.text,
+    )
 
 
 def _int32(values: list[int]) -> NDArray[np.int32]:

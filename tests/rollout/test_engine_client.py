@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from blockbuster import blockbuster_ctx
 
+from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import Event
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout import events as rollout_events
@@ -20,7 +21,7 @@ from asyncrl.rollout.wire import Generation
 from tests.scripted.answers import Action, AnswerFault, AnsweringEngine, scripted_engine
 
 PROMPT = msgspec.Raw(b"[1,2]")
-SAMPLING = msgspec.Raw(b"{}")
+SAMPLING = msgspec.Raw(b'{"max_new_tokens":8}')
 
 
 @asynccontextmanager
@@ -135,6 +136,38 @@ async def test_after_a_failure_of_the_engine_another_one_is_asked_for_and_after_
         await generate(client)
         keys = [key.partition("-")[2] for key in engine.routing_keys]  # without what tells clients apart
     assert keys == ["00000000", "00000000", "00000000~1", "00000000~2", "00000000~2"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
+    engine = failing_first("abort", 1)
+    options = {"detokenize": lambda ids: " ".join(map(str, ids))} if kept else {}
+    async with scripted_engine(engine.script) as engine, client_of(engine.url, **options) as client:
+        client.published("0.1")
+        generation = await generate(client)
+    first, second = engine.requests
+    asked = [request["sampling_params"]["max_new_tokens"] for request in engine.requests]
+    if kept:
+        assert second["input_ids"] == [*first["input_ids"], 1, 2, 3] and asked[0] - asked[1] == 3
+        assert generation.output_ids.tolist() == [1, 2, 3, 1, 2, 3] and generation.text == "1 2 3 1 2"
+        assert generation.versions == (VersionSpan("0.1", 0, 6),)
+    else:
+        assert second["input_ids"] == first["input_ids"] and asked[0] == asked[1]
+        assert generation.output_ids.tolist() == [1, 2, 3] and generation.text == "yes"
+
+
+async def test_what_was_aborted_under_weights_that_nobody_published_is_not_kept() -> None:
+    def script(request: dict[str, object], number: int) -> Action:
+        return Action(fault="abort", versions=(("default", 0, 3),)) if number == 0 else Action()
+
+    heard: list[RequestFailed] = []
+    async with (
+        scripted_engine(script) as engine,
+        client_of(engine.url, detokenize=str, on_failure=heard.append) as client,
+    ):
+        client.published("0.1")
+        assert (await generate(client)).output_ids.tolist() == [1, 2, 3]
+    assert [failed.failure for failed in heard] == ["malformed"]
 
 
 async def test_while_it_is_held_nothing_is_sent_and_nothing_sent_again() -> None:

@@ -147,10 +147,11 @@ async def test_a_pause_that_is_longer_than_the_deadline(start_executor: StartExe
 
 async def test_requests_that_an_update_aborts(start_executor: StartExecutor, events: EventLog) -> None:
     sections = {"rollout": {"max_staleness": 1, "request_retries": 0}, "weights": {"on_update": "abort"}}
-    async with fleet_of(2, Latency(token_s=0.02)) as fleet, start_executor(fleet, **sections) as executor:
+    async with fleet_of(2, Latency(token_s=0.2)) as fleet, start_executor(fleet, **sections) as executor:
         executor.set_weight_version("0.0")
         executor.generate_ahead(0, 2)
         await eventually(lambda: fleet.running == 24)
+        await anyio.sleep(0.3)  # a token or more of eight
         async with executor.updating():
             assert fleet.running == 0, "ended by their ids, and nothing is sent before the new weights"
             known = sum(len(engine.generation.makers) for engine in fleet.engines)
@@ -163,7 +164,11 @@ async def test_requests_that_an_update_aborts(start_executor: StartExecutor, eve
         statistics = executor.statistics()
     assert known == 24
     check_books(events, batches)
-    assert {span.version for batch in batches for spans in batch.versions for span in spans} == {"0.1"}
+    for spans in (spans for batch in batches for spans in batch.versions):
+        assert [span.version for span in spans] == ["0.0", "0.1"], "each goes on from what it had"
+        assert spans[0].start == 0 < spans[0].end == spans[1].start < spans[1].end == 8
+    made = sum(len(makers) for engine in fleet.engines for makers in engine.generation.makers.values())
+    assert made == 24 * 8, "no token was made twice"
     assert statistics.client.failed == 0 and statistics.client.failed_attempts == {"aborted": 24}
     assert told(events, "requests_aborted")[0]["reasons"] == {"update of the weights": 24}
 

@@ -142,6 +142,33 @@ def test_an_aborted_request_is_retried_unless_the_engine_refused_it() -> None:
     assert failure_kind(200, busy) is FailureKind.BUSY
 
 
+@pytest.mark.parametrize(
+    ("ids", "meta", "kept"),
+    [
+        ([1, 2], {}, [1, 2]),
+        ([], {}, None),
+        ([1, 2], {"weight_version": "torn:0.4"}, None),
+        ([1, 2], {"weight_versions": [{"version": "0.3", "start": 0, "end": 1}]}, None),
+    ],
+    ids=["as it is", "nothing was generated", "torn weights", "versions that leave a token out"],
+)
+def test_what_an_aborted_request_had_generated_comes_with_the_failure(
+    ids: list[int], meta: dict[str, Any], kept: list[int] | None
+) -> None:
+    end = {"type": "abort", "message": "Aborted", "status_code": None}
+    with pytest.raises(AttemptFailed, match="aborted: Aborted") as failed:
+        decode_answer(200, answer(ids, [-1.0] * len(ids), finish_reason=end, **meta), 100)
+    partial = failed.value.partial
+    assert (None if partial is None else partial.output_ids.tolist()) == kept
+
+
+def test_an_aborted_request_that_had_not_begun_need_not_name_tokens() -> None:
+    end = {"type": "abort", "message": "Aborted", "status_code": None}
+    body = json.dumps({"text": "", "meta_info": {"finish_reason": end}}).encode()
+    assert failure_kind(200, body) is FailureKind.ABORTED
+    assert failure_kind(200, body.replace(b'"abort"', b'"stop"')) is FailureKind.MALFORMED
+
+
 def test_a_request_carries_ids_and_sampling_as_json() -> None:
     prompt = encode_prompt(np.array([5, 0, 99], np.int32), 100)
     sampling = SamplingParams(max_new_tokens=7, temperature=0.7, stop_token_ids=(2, 3))
