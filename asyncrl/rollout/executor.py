@@ -173,9 +173,7 @@ class RolloutExecutor:
         connections = Connections(config, scorer, task_group, vocab_size=vocab_size, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
-        stream = await _in_thread(
-            lambda: PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
-        )
+        stream = await _in_thread(lambda: PromptStream.of(prompts, config.data))
         production = Production(
             Limits(rollout.prompts_per_step, self._bound.batches, rollout.oversample, rollout.straggler),
             stream=stream,
