@@ -43,16 +43,17 @@ _PROGRESS_TIMES = 20
 async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
     """Where the trainer goes on from a checkpoint, as of `first` steps, so does the executor; after `trainer.init`.
 
-    What earlier attempts trained after that is marked as rolled back in the event log. From now on a job that a signal
-    stops between two steps is saved before it ends, if that fits into its grace. Raises CheckpointError for a
-    checkpoint without the executor's part, DataError for other data than it was written with.
+    Groups that ended after that in earlier attempts are marked as rolled back in the event log. From now on a job that
+    a signal stops between two steps is saved before it ends, if that fits into its grace. Raises CheckpointError for
+    a checkpoint without the executor's part, DataError for other data than it was written with.
     """
     job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer, first))
+    reached = None
     if trainer.resumed is not None:
-        await components.rollout_executor.restore(trainer.resumed.extra, first)
+        reached = await components.rollout_executor.restore(trainer.resumed.extra, first)
         job.record.note(f"resumed from {trainer.resumed.path}")
     if job.run.attempt > 0:
-        group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.run.events), first))
+        group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.run.events), reached))
         if group_ids:
             job.events.emit(GroupsRolledBack(step=first, group_ids=group_ids))
 

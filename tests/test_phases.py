@@ -18,7 +18,8 @@ from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
 from asyncrl.phases import checkpoint, evaluate, export, make_room, publish, resume, trainers_turn, warm_up
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.events import GroupsTrained
+from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsTrained
+from asyncrl.rollout.ledger import Reached
 from asyncrl.training.checkpoints.saver import Written
 
 pytestmark = pytest.mark.anyio
@@ -191,6 +192,26 @@ async def test_a_restarted_job_without_a_checkpoint_rolls_back_everything(tmp_pa
     told = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "groups_rolled_back"]
     assert [(event["step"], event["group_ids"]) for event in told] == [(0, ["a", "b"])]
     assert calls == []
+
+
+async def test_what_a_resumed_job_had_not_ended_in_its_checkpoint_is_rolled_back_however_it_ended(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "events.jsonl"
+    with closing(EventLog(log)) as first:
+        first.emit(GroupsTrained(rollout_id=0, group_ids=("00000000",)))
+        first.emit(GroupFiltered(group_id="00000001", reason="all equal"))
+        first.emit(GroupDropped(group_id="00000002", reason="its rollout was not delivered"))
+    executor: Any = Noted("executor", [], restore=Reached(3, {1: 0, 2: 0}))
+    parts = RolloutComponents(Noted("engines", []), executor, None)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(resumed=SimpleNamespace(step=1, path="PATH", extra={}))
+    with closing(EventLog(log, attempt=1)) as second:
+        job = a_job(False)
+        job.events, job.run = second, SimpleNamespace(events=log, attempt=1)
+        job.record.note = lambda text: None
+        await resume(job, parts, trainer, 1)
+    told = [event for event in read_events(log) if event["kind"] == "groups_rolled_back"]
+    assert [(event["step"], event["group_ids"]) for event in told] == [(1, ["00000001", "00000002"])]
 
 
 IN_A_STEP = RolloutError("rollout 7 was delivered and not committed")

@@ -18,7 +18,7 @@ from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.events import GroupDropped, GroupFinished
-from asyncrl.rollout.ledger import GroupState
+from asyncrl.rollout.ledger import GroupState, Reached
 from asyncrl.rollout.production import Issue
 from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout, made_with
 from tests.rollout.conftest import StartExecutor
@@ -198,7 +198,8 @@ async def test_finished_groups_come_back_running_ones_are_issued_again_and_train
     async with scripted_engine(held({"00000004"})) as engine:
         files = await saved_after_one_batch(start_executor, engine, events)
     async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
-        await executor.restore(files, 1)
+        reached = await executor.restore(files, 1)
+        assert reached == Reached(6, {3: 0, 4: 0, 5: 0})
         assert executor.statistics().groups[GroupState.TRAINED] == 3
         engine.version = "1.1"
         executor.set_weight_version("1.1")
