@@ -9,7 +9,8 @@ Invariants
 - A disk that is full, slow or gone costs the checkpoint, with a warning and an event, and nothing else. A writer that
   hangs is named after `checkpoint.timeout_s`; what it writes is completed when it comes back.
 - Older checkpoints are removed only after a newer one is complete.
-- One that is being written when the job fails or is stopped is completed, until `close`.
+- One that is being written when the job ends gets a few seconds more (`SHUTDOWN_TIMEOUT_S` of train_group.py), none
+  where the trainer itself failed, whose ranks may never report. What is not complete by then, at `close`, is none.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class CheckpointSaver:
         self._writing: _Writing | None = None
         self.newest: Written | None = None
         """Of this process."""
+
+    @property
+    def saving(self) -> int | None:
+        """Step of the checkpoint that is being written."""
+        return None if self._writing is None else self._writing.step
 
     async def resume(self) -> SavedCheckpoint | None:
         """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""

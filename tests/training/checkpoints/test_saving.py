@@ -170,6 +170,32 @@ def test_a_slow_disk_is_named_and_costs_the_checkpoints_that_come_due_meanwhile(
     }
 
 
+def test_a_checkpoint_that_is_being_written_is_told_of_and_can_be_waited_for(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        await group.train(0, make_batch())
+        await group.save_checkpoint(0)
+        before = group.statistics()
+        (tmp_path / "go").touch()
+        await group.finish_checkpoint()
+        after = group.statistics()
+        assert before.checkpoint is None and after.checkpoint is not None
+        return before.saving, after.saving, after.checkpoint.step
+
+    world = run_world(scenario, world_size=1, config=config_of(tmp_path), on_init=slow_disk)
+    assert world.value == (1, None, 1)
+
+
+def test_the_checkpoints_of_every_nth_step_outlive_newer_ones(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        for step in range(5):
+            await group.save_checkpoint(step, wait=True)
+
+    run_world(scenario, world_size=1, config=config_of(tmp_path, keep_last=1, keep_every=2))
+    assert names(tmp_path) == ["step-000002", "step-000004", "step-000005"]
+
+
 def test_a_disk_that_never_answers_does_not_hold_the_end_of_the_job(tmp_path: Path) -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
