@@ -149,6 +149,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         events=job.events,
         fleet=ToldFleet(controller, components.rollout_executor),
         copies=copies,
+        first_attempt=job.run.first_attempt,
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
     )
     job.disposal.push_async_callback(trainer.dispose)
@@ -167,6 +168,7 @@ def _replaying(job: Job) -> TrainGroup:
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
+        first_attempt=job.run.first_attempt,
         replay=Replay(
             debug.load_rollouts,
             tolerance=debug.tolerance,

@@ -64,6 +64,7 @@ class TrainGroup:
         make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
         fleet, transport: for `update_weights`; without them only training works.
         events: its attempt is the first part of every weight version.
+        first_attempt: the first of this job's gang; None where that is the present one.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class TrainGroup:
         fleet: Fleet | None = None,
         transport: Transport | None = None,
         copies: Copies | None = None,
+        first_attempt: int | None = None,
         environment: RankEnvironment | None = None,
     ) -> None:
         self._config = config
@@ -88,7 +90,9 @@ class TrainGroup:
         self._thread = TrainerThread()
         self._bound = Bound.of(config)
         layout = self._environment.layout(config)
-        self._checkpoints = CheckpointSaver(config, layout, events=events, task_group=task_group)
+        self._checkpoints = CheckpointSaver(
+            config, layout, events=events, task_group=task_group, first_attempt=first_attempt
+        )
         self._state = RankState(config, layout, make_trainer, self._checkpoints.report)
         self._link = LinkServer(range(1, layout.world_size), self._wake, self._checkpoints.wrote)
         self._serving: list[anyio.CancelScope] = []

@@ -31,7 +31,6 @@ from asyncrl.config import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
-from asyncrl.run_directory import Gang
 from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
 from asyncrl.training.layout import RankLayout
@@ -73,12 +72,21 @@ class CheckpointSaver:
     """Rank 0's part; lives in its event loop."""
 
     def __init__(
-        self, config: Config, layout: RankLayout, *, events: EventLog, task_group: anyio.abc.TaskGroup
+        self,
+        config: Config,
+        layout: RankLayout,
+        *,
+        events: EventLog,
+        task_group: anyio.abc.TaskGroup,
+        first_attempt: int | None = None,
     ) -> None:
+        """`first_attempt`: of the job, before its gang was restarted; None where it was not."""
+        self._config = config
         self._settings = config.checkpoint
         self._root = config.run.dir / "checkpoints"
         self._layout = SavedLayout(layout.world_size, layout.tensor_parallel)
         self._events = events
+        self._first_attempt = first_attempt
         self._task_group = task_group
         self._loop = asyncio.get_running_loop()
         self._store = CheckpointStore(self._root)
@@ -95,8 +103,12 @@ class CheckpointSaver:
         return None if self._writing is None else self._writing.step
 
     async def resume(self) -> SavedCheckpoint | None:
-        """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""
-        where, began = self._settings.resume, self._events.attempt - Gang.detect().restarts
+        """The checkpoint to begin from; says which settings of training are others now.
+
+        Raises CheckpointError as `resume_from` does.
+        """
+        where = self._settings.resume
+        began = self._events.attempt if self._first_attempt is None else self._first_attempt
         try:
             return await self._on_disk(
                 "checkpoints",
