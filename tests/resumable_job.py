@@ -80,7 +80,7 @@ class CountingTrainer:
         staging = self._store.staging(self._step, 1)
         staging.mkdir(parents=True)
         publish = partial(self._store.publish, staging, {}, step=rollout_id + 1, attempt=self._run.attempt, tensors={})
-        await anyio.to_thread.run_sync(lambda: publish(layout=SavedLayout(1, 1), extra=extra))
+        await anyio.to_thread.run_sync(lambda: publish(layout=SavedLayout(1, 1), extra=extra, config=""))
 
 
 class Controller:

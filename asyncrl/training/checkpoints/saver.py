@@ -28,10 +28,12 @@ import anyio.abc
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.config.toml import config_toml
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
 from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
+from asyncrl.training.checkpoints.settings import changed_settings
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.trainer_thread import Job, TrainerThread
@@ -110,7 +112,7 @@ class CheckpointSaver:
         where = self._settings.resume
         began = self._events.attempt if self._first_attempt is None else self._first_attempt
         try:
-            return await self._on_disk(
+            found = await self._on_disk(
                 "checkpoints",
                 lambda: resume_from(self._root, where, self._layout, first_attempt=began),
                 self._settings.timeout_s,
@@ -119,6 +121,9 @@ class CheckpointSaver:
             raise CheckpointError(
                 f"{self._root}: {error}; the disk hangs, or checkpoint.timeout_s is too short"
             ) from None
+        if found is not None and found.config is not None and (changed := changed_settings(found.config, self._config)):
+            _log.warning("training goes on under other settings than those of its checkpoint", changed=changed)
+        return found
 
     async def save(
         self,
@@ -231,6 +236,7 @@ class CheckpointSaver:
                 layout=self._layout,
                 tensors=tensors,
                 extra=extra,
+                config=config_toml(self._config),
             )
         finally:
             self._store.discard(writing.staging)

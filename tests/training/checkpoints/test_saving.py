@@ -6,12 +6,14 @@ import resource
 import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import EventLog
@@ -103,10 +105,10 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real disk of 64 KiB."""
+    """A real disk of 96 KiB."""
     path = tmp_path / "disk"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     yield path
@@ -260,6 +262,45 @@ def test_a_checkpoint_of_another_layout_ends_init_with_both_named(tmp_path: Path
     message = run_world(resume, world_size=1, config=config_of(tmp_path)).value
     assert "was written by 2 ranks (tensor parallel 1, data parallel 2), and this job has 1 rank" in message
     assert run_world(never, world_size=1, config=config_of(tmp_path, resume="never")).value == (0, None)
+
+
+@pytest.mark.parametrize(("first_attempt", "begins_at"), [(3, 1), (4, 0)])
+def test_a_gang_that_is_never_to_resume_goes_on_from_its_own_checkpoints_and_from_no_others(
+    tmp_path: Path, first_attempt: int, begins_at: int
+) -> None:
+    async def save(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return events.attempt, await group.save_checkpoint(0, wait=True) is not None
+
+    async def again(group: TrainGroup, events: EventLog) -> Any:
+        events.attempt, group._checkpoints._first_attempt = 5, first_attempt
+        return await group.init()
+
+    config = config_of(tmp_path, resume="never")
+    assert run_world(save, world_size=1, config=config).value == (3, True)
+    assert run_world(again, world_size=1, config=config).value == begins_at
+
+
+def test_a_checkpoint_holds_the_configuration_and_a_resume_tells_what_changed_in_the_training(tmp_path: Path) -> None:
+    async def save(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return str(await group.save_checkpoint(0, EXTRA, wait=True))
+
+    async def resume(group: TrainGroup, events: EventLog) -> Any:
+        with capture_logs() as logs:
+            return await group.init(), [line["changed"] for line in logs if "other settings" in line["event"]]
+
+    config: dict[str, Any] = config_of(tmp_path) | {"data": {"args": {"hf_token": "s3cret"}}}
+    path = Path(run_world(save, world_size=1, config=config | {"train": {"lr": 1e-3}}).value)
+    saved = (path / "config.toml").read_text()
+    assert tomllib.loads(saved)["train"]["lr"] == 1e-3 and "<redacted>" in saved and "s3cret" not in saved
+    same = config | {"train": {"lr": 1e-3, "step_timeout_s": 9.0}, "run": {"dir": str(tmp_path), "export": False}}
+    assert run_world(resume, world_size=1, config=same).value == (1, [])
+    other = config | {"train": {"num_steps": None, "lr": 2e-3}, "rollout": {"prompts_per_step": 3}}
+    assert run_world(resume, world_size=1, config=other).value == (
+        1,
+        [("train.num_steps was 100, is none", "train.lr was 0.001, is 0.002", "rollout.prompts_per_step was 8, is 3")],
+    )
 
 
 def test_a_directory_that_cannot_be_made_costs_the_checkpoint(tmp_path: Path) -> None:
