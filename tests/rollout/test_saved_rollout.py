@@ -270,6 +270,22 @@ async def test_groups_of_weights_that_were_rolled_back_are_issued_again(
         assert all(span.version != "0.2" for spans in batch.versions for span in spans)
 
 
+async def test_longer_responses_that_leave_some_prompts_no_room_are_what_a_resume_complains_of(
+    start_executor: StartExecutor,
+) -> None:
+    model = {"context_length": 13}  # of the 40 prompts 10 have four tokens and 30 have five
+    async with scripted_engine() as engine, start_executor(engine, model=model) as executor:
+        files = await executor.save()
+    async with (
+        scripted_engine() as engine,
+        start_executor(engine, model=model, rollout={"max_new_tokens": 9}) as executor,
+    ):
+        with pytest.raises(
+            DataError, match=r"size was 40, is 10. Prompts over 4 tokens .* now.* over 5 when .* set rollo"
+        ):
+            await executor.restore(files, 0)
+
+
 async def test_nothing_is_saved_once_generation_has_failed(start_executor: StartExecutor, events: EventLog) -> None:
     """Its groups are dropped by then: a checkpoint would skip their prompts."""
 
