@@ -34,7 +34,7 @@ def report(run: Positional[Path]) -> None:
 
 @app.command
 def stop(run: Positional[Path]) -> None:
-    """Asks a running job to finish the step in progress, write its checkpoint and export, and leave.
+    """Asks a running job to finish the step in progress, write its checkpoint (if any are kept) and export, and leave.
 
     Args:
         run: The run directory of the job.

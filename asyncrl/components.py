@@ -25,6 +25,7 @@ from asyncrl.phases import (
     evaluate,
     export,
     gather,
+    last_checkpoint,
     make_room,
     publish,
     require_own_engines,
@@ -148,6 +149,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         events=job.events,
         fleet=ToldFleet(controller, components.rollout_executor, tell_version=not job.layout.colocated),
         copies=copies,
+        first_attempt=job.run.first_attempt,
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
     )
     job.disposal.push_async_callback(trainer.dispose)
@@ -166,6 +168,7 @@ def _replaying(job: Job) -> TrainGroup:
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
+        first_attempt=job.run.first_attempt,
         replay=Replay(
             debug.load_rollouts,
             tolerance=debug.tolerance,
@@ -187,6 +190,7 @@ __all__ = [
     "evaluate",
     "export",
     "gather",
+    "last_checkpoint",
     "publish",
     "require_own_engines",
     "resume",

@@ -42,16 +42,17 @@ _PROGRESS_TIMES = 20
 async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
     """Where the trainer goes on from a checkpoint, as of `first` steps, so does the executor; after `trainer.init`.
 
-    What earlier attempts trained after that is marked as rolled back in the event log. From now on a job that a signal
-    stops between two steps is saved before it ends, if that fits into its grace. Raises CheckpointError for a
-    checkpoint without the executor's part, DataError for other data than it was written with.
+    Groups that ended after that in earlier attempts are marked as rolled back in the event log. From now on a job that
+    a signal stops between two steps is saved before it ends, if that fits into its grace. Raises CheckpointError for
+    a checkpoint without the executor's part, DataError for other data than it was written with.
     """
-    job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer, first))
+    job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer))
+    reached = None
     if trainer.resumed is not None:
-        await components.rollout_executor.restore(trainer.resumed.extra, first)
+        reached = await components.rollout_executor.restore(trainer.resumed.extra, first)
         job.record.note(f"resumed from {trainer.resumed.path}")
     if job.run.attempt > 0:
-        group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.run.events), first))
+        group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.run.events), reached))
         if group_ids:
             job.events.emit(GroupsRolledBack(step=first, group_ids=group_ids))
 
@@ -61,8 +62,8 @@ async def checkpoint(
 ) -> None:
     """Saves trainer and executor after rollout `rollout_id` where `checkpoint.every` says so, and as the `last`.
 
-    Call it after the commit, and before a publication takes a colocated trainer off its GPUs. It is written beside
-    the training; only the last one is waited for.
+    Call it after the commit, and before a publication takes a colocated trainer off its GPUs; and `last_checkpoint`
+    after the loop. It is written beside the training; only the last one is waited for.
     """
     settings = job.config.checkpoint
     if settings.every and (last or settings.due(rollout_id + 1)):
@@ -70,19 +71,46 @@ async def checkpoint(
             await trainer.save_checkpoint(rollout_id, await components.rollout_executor.save(), wait=last)
 
 
-async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
-    """A signal has ended the loop, which began at step `first`: saves what was trained since the last checkpoint.
+async def last_checkpoint(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
+    """After the loop: saves its last step where that is not done, as a graceful stop came after its turn to be saved.
+
+    Engines that share the trainer's GPUs leave them for that, and come back with the weights that they had.
+    """
+    if not job.config.checkpoint.every:
+        return
+    with job.record.phase("checkpoint"):
+        if await _is_saved(trainer) or trainer.statistics().saving is not None:  # the latter where a disk hangs
+            return
+        rollout_id = trainer.statistics().step - 1
+        await trainers_turn(job, components, trainer)
+        await trainer.save_checkpoint(rollout_id, await components.rollout_executor.save(), wait=True)
+        if job.layout.colocated:
+            await publish(job, components, trainer, rollout_id)
+
+
+async def _is_saved(trainer: TrainGroup) -> bool:
+    """Whether what was trained is in a checkpoint, or there is none of it; one that is being written is waited for."""
+    if trainer.statistics().saving == trainer.statistics().step:
+        await trainer.finish_checkpoint()
+    now = trainer.statistics()
+    begun = 0 if trainer.resumed is None else trainer.resumed.step
+    return now.step in (begun, now.checkpoint and now.checkpoint.step)
+
+
+async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
+    """A signal has ended the loop: saves what was trained since the last checkpoint.
 
     Not in the middle of a step, nor where the trainer is off its GPUs, nor where the last checkpoint took longer than
     there is time for.
     """
-    now, every = trainer.statistics(), job.config.checkpoint.every
-    if not every or now.failure is not None or now.step in (first, now.checkpoint and now.checkpoint.step):
+    now, patience_s = trainer.statistics(), job.config.run.stop_grace_s / 2
+    if not job.config.checkpoint.every or now.failure is not None:
         return
-    patience_s = job.config.run.stop_grace_s / 2
     problem = f"none was written within {patience_s:g} s"
     try:
-        if job.layout.colocated:
+        if await _is_saved(trainer):
+            problem = ""
+        elif job.layout.colocated:
             problem = "engines have the GPUs of the trainer"
         elif now.checkpoint is not None and now.checkpoint.seconds > patience_s:
             problem = f"the last one took {now.checkpoint.seconds:.1f} s, and there are {patience_s:g} s for it"
@@ -95,6 +123,8 @@ async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: Trai
     finally:
         if problem:
             told = f"stopped without a checkpoint of step {now.step}: {problem}"
+            if trainer.statistics().saving == now.step:  # the end of the trainer still leaves it a few seconds
+                told = f"stopped while the checkpoint of step {now.step} was still being written after {patience_s:g} s"
             job.record.note(told)
             job.events.emit(FaultSeen(component="checkpoint", what=told))
 
@@ -116,7 +146,7 @@ async def warm_up(job: Job, trainer: TrainGroup) -> None:
             with job.record.phase(f"warm-up {first}/{config.steps}"):
                 for step in range(first, min(first + stride, config.steps)):
                     lr = config.lr * min(1.0, (step + 1) / rising)
-                    metrics = await trainer.train_sft(examples.next_batch(step), lr)
+                    metrics = await trainer.train_sft(None, examples.next_batch(step), lr)
         await trainer.reset_optimizer()
     job.record.note(f"warm-up: {config.steps} supervised steps, loss {metrics['train/loss']:.3f}")
 

@@ -68,10 +68,12 @@ class _InUseError(RunDirectoryError):
 class RunDirectory:
     """A locked run directory; a context manager that gives the lock back."""
 
-    def __init__(self, path: Path, attempt: int, lock: int) -> None:
+    def __init__(self, path: Path, attempt: int, first_attempt: int, lock: int) -> None:
         self.path = path
         self.attempt = attempt
         """0 for the first start of the job, then one more for each restart of the gang, and for each resumption."""
+        self.first_attempt = first_attempt
+        """The one with which this gang took the directory; earlier ones were of other jobs."""
         self._lock: int | None = lock
 
     @classmethod
@@ -86,11 +88,11 @@ class RunDirectory:
         wanted = Path(os.path.abspath(config.run.dir))
         earlier = _first_attempt(wanted, gang) if gang.restarts else None
         path, lock = earlier or _claim(wanted, config.run.if_exists)
-        run = cls(path, max(gang.restarts, 1 + _attempt_of(path)), lock)
+        attempt = max(gang.restarts, 1 + _number(path, "attempt", -1))
+        run = cls(path, attempt, attempt if earlier is None else _number(path, "first_attempt", attempt), lock)
+        marker = {"agent": gang.agent, "attempt": attempt, "first_attempt": run.first_attempt, "started": time.time()}
         try:
-            _write(
-                path / MARKER, json.dumps({"agent": gang.agent, "attempt": run.attempt, "started": time.time()}) + "\n"
-            )
+            _write(path / MARKER, json.dumps(marker) + "\n")
             run.logs.mkdir(exist_ok=True)
             _write(run.config, config_toml(config, sources))
         except OSError as error:
@@ -260,10 +262,10 @@ def _agent_of(path: Path) -> str | None:
     return agent if isinstance(agent, str) else None
 
 
-def _attempt_of(path: Path) -> int:
-    """Number of the attempt that had the directory last; -1 where there was none."""
-    attempt = _marker(path).get("attempt")
-    return attempt if isinstance(attempt, int) else -1
+def _number(path: Path, name: str, otherwise: int) -> int:
+    """What the marker of the attempt that had the directory last says under `name`."""
+    number = _marker(path).get(name)
+    return number if isinstance(number, int) else otherwise
 
 
 def _marker(path: Path) -> dict[str, object]:

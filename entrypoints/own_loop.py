@@ -3,8 +3,8 @@
     python entrypoints/own_loop.py @ entrypoints/recipes/demo.toml --train.num-steps 20
 
 Each step samples a batch, keeps the best answer of each prompt, and trains on those with cross entropy. With
-`--checkpoint.every 5 --run.if-exists resume` it goes on where it was, also after a kill: that is `resume` and
-`checkpoint`.
+`--checkpoint.every 5 --run.if-exists resume` it goes on where it was, also after a kill: that is `resume`,
+`checkpoint` and `last_checkpoint`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from asyncrl.components import (
     create_rollout_components,
     create_train_group,
     gather,
+    last_checkpoint,
     publish,
     resume,
     run_job,
@@ -54,21 +55,20 @@ async def imitate_the_best(job: Job) -> None:
         steps = job.config.train.num_epochs * (num_rollout_per_epoch or 0)
     job.record.start(steps, first)
     for step in range(first, steps):
-        if job.stop.requested and step == first:
+        if job.stop.requested:
             break
         with job.record.phase("generate"):
             batch = await gather(job, components, trainer, step)
         with job.record.phase("train"):
             await trainers_turn(job, components, trainer)  # where they share GPUs
-            metrics = await trainer.train_sft(only_the_best(batch), job.config.train.lr)
+            metrics = await trainer.train_sft(step, only_the_best(batch), job.config.train.lr)
             await executor.commit(step)
         last = job.stop.requested or step + 1 == steps
         await checkpoint(job, components, trainer, step, last=last)
         with job.record.phase("publish"):
             publication = await publish(job, components, trainer, step)
         job.record.step(step + 1, executor.last_rollout, metrics, publication)
-        if last:
-            break
+    await last_checkpoint(job, components, trainer)  # for a stop that came after the one above
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from asyncrl.components import (
     evaluate,
     export,
     gather,
+    last_checkpoint,
     publish,
     resume,
     run_job,
@@ -46,7 +47,7 @@ async def train(job: Job) -> None:
     record.start(num_steps, first)
 
     for rollout_id in range(first, num_steps):
-        if job.stop.requested and rollout_id == first:
+        if job.stop.requested:
             break
         if config.eval.due(rollout_id, first):
             await evaluate(job, components, trainer, rollout_id)
@@ -65,9 +66,8 @@ async def train(job: Job) -> None:
             publication = await publish(job, components, trainer, rollout_id)
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
-        if last:
-            break
 
+    await last_checkpoint(job, components, trainer)  # for a stop that came after the one above
     if config.eval.data is not None and config.eval.at_end:
         await evaluate(job, components, trainer, record.steps)
     if config.run.export:

@@ -19,6 +19,7 @@ from asyncrl.components import (
     evaluate,
     export,
     gather,
+    last_checkpoint,
     publish,
     require_own_engines,
     resume,
@@ -49,7 +50,7 @@ async def train(job: Job) -> None:
     record.start(num_steps, first)
 
     for rollout_id in range(first, num_steps):
-        if job.stop.requested and rollout_id == first:
+        if job.stop.requested:
             break
         if config.eval.due(rollout_id, first):
             await evaluate(job, components, trainer, rollout_id)
@@ -71,9 +72,8 @@ async def train(job: Job) -> None:
                 publication = await publish(job, components, trainer, rollout_id)
 
         record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
-        if last:
-            break
 
+    await last_checkpoint(job, components, trainer)  # for a stop that came after the one above
     if not config.train.publishes(record.steps - 1):  # it ended between two publications
         with record.phase("publish"):
             await publish(job, components, trainer, record.steps - 1)

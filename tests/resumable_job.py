@@ -29,6 +29,7 @@ from asyncrl.observability.events import Event, EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.run_directory import RunDirectory
 from asyncrl.training.checkpoints.manifest import SavedLayout
+from asyncrl.training.checkpoints.saver import Written
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
@@ -58,6 +59,7 @@ class CountingTrainer:
         self._run, self._engine, self._executor = run, engine, executor
         self._store = CheckpointStore(run.path / "checkpoints")
         self._step = 0
+        self._saved: Written | None = None
 
     async def init(self) -> int:
         self._store.tidy()
@@ -82,7 +84,11 @@ class CountingTrainer:
         staging = self._store.staging(self._step, 1)
         staging.mkdir(parents=True)
         publish = partial(self._store.publish, staging, {}, step=rollout_id + 1, attempt=self._run.attempt, tensors={})
-        await anyio.to_thread.run_sync(lambda: publish(layout=SavedLayout(1, 1), extra=extra))
+        await anyio.to_thread.run_sync(lambda: publish(layout=SavedLayout(1, 1), extra=extra, config=""))
+        self._saved = Written(rollout_id + 1, 0.0)
+
+    def statistics(self) -> Any:
+        return SimpleNamespace(step=self._step, checkpoint=self._saved, saving=None)
 
 
 class Controller:

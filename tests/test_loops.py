@@ -69,6 +69,8 @@ async def run(
 
     def step(number: int, *rest: Any) -> None:
         record.steps = number
+        if stop_after == f"step {number}":
+            stop.request()
 
     record.step = step
 
@@ -78,7 +80,7 @@ async def run(
     async def create_train_group(job: Any, components: Any) -> Any:
         return parts
 
-    for name in ("resume", "warm_up", "checkpoint", "publish", "evaluate", "export"):
+    for name in ("resume", "warm_up", "checkpoint", "last_checkpoint", "publish", "evaluate", "export"):
         monkeypatch.setattr(module, name, getattr(parts, name), raising=False)
     monkeypatch.setattr(module, "create_rollout_components", create_rollout_components)
     monkeypatch.setattr(module, "create_train_group", create_train_group)
@@ -112,6 +114,26 @@ async def test_the_number_of_steps_is_the_one_asked_for(entrypoint: str, monkeyp
 async def test_a_graceful_stop_finishes_the_step(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = await run(entrypoint, monkeypatch, stop_after="get 1")
     assert steps(calls, "publish") == [0, 1]
+
+
+@pytest.mark.parametrize("stop_after", ["checkpoint 0", "publish 0", "step 1"])
+@pytest.mark.parametrize("entrypoint", LOOPS)
+async def test_a_graceful_stop_that_comes_when_a_step_is_trained_begins_no_other_and_leaves_that_one_complete(
+    entrypoint: str, monkeypatch: pytest.MonkeyPatch, stop_after: str
+) -> None:
+    calls = await run(entrypoint, monkeypatch, stop_after=stop_after, eval={"data": {"source": "x.jsonl"}})
+    assert steps(calls, "get") == [0]
+    after = calls[calls.index("commit 0") + 1 :]
+    rest = [] if entrypoint == "own_loop" else ["evaluate 1", "export 1"]
+    assert after == ["checkpoint 0", "publish 0", "last_checkpoint", *rest]
+
+
+async def test_what_a_loop_of_ones_own_trains_with_cross_entropy_counts_as_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nothing would be saved when a signal stops it."""
+    calls = await run("own_loop", monkeypatch, train={"num_steps": 3})
+    assert steps(calls, "train_sft") == [0, 1, 2]
 
 
 @pytest.mark.parametrize("entrypoint", ["train", "own_loop"])
@@ -165,7 +187,7 @@ async def test_what_a_graceful_stop_leaves_is_published_before_it_is_evaluated(m
         train={"num_steps": 9, "update_weights_interval": 4},
         eval={"data": {"source": "x.jsonl"}, "at_start": False},
     )
-    assert calls[-5:-1] == ["commit 2", "checkpoint 2 last", "publish 2", "evaluate 3"]
+    assert calls[-6:-1] == ["commit 2", "checkpoint 2 last", "last_checkpoint", "publish 2", "evaluate 3"]
 
 
 async def test_engines_on_the_trainers_gpus_cannot_generate_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,28 @@ from typing import Any
 import anyio
 import pytest
 
+from asyncrl import phases
 from asyncrl.components import RolloutComponents
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.debug import DebugConfig
+from asyncrl.config.training import WarmupConfig
 from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
-from asyncrl.phases import checkpoint, evaluate, export, gather, make_room, publish, resume, trainers_turn, warm_up
+from asyncrl.phases import (
+    checkpoint,
+    evaluate,
+    export,
+    gather,
+    last_checkpoint,
+    make_room,
+    publish,
+    resume,
+    trainers_turn,
+    warm_up,
+)
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.events import GroupsTrained
+from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsTrained
+from asyncrl.rollout.ledger import Reached
 from asyncrl.training.checkpoints.saver import Written
 
 pytestmark = pytest.mark.anyio
@@ -200,6 +214,26 @@ async def test_a_restarted_job_without_a_checkpoint_rolls_back_everything(tmp_pa
     assert calls == []
 
 
+async def test_what_a_resumed_job_had_not_ended_in_its_checkpoint_is_rolled_back_however_it_ended(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "events.jsonl"
+    with closing(EventLog(log)) as first:
+        first.emit(GroupsTrained(rollout_id=0, group_ids=("00000000",)))
+        first.emit(GroupFiltered(group_id="00000001", reason="all equal"))
+        first.emit(GroupDropped(group_id="00000002", reason="its rollout was not delivered"))
+    executor: Any = Noted("executor", [], restore=Reached(3, {1: 0, 2: 0}))
+    parts = RolloutComponents(Noted("engines", []), executor, None)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(resumed=SimpleNamespace(step=1, path="PATH", extra={}))
+    with closing(EventLog(log, attempt=1)) as second:
+        job = a_job(False)
+        job.events, job.run = second, SimpleNamespace(events=log, attempt=1)
+        job.record.note = lambda text: None
+        await resume(job, parts, trainer, 1)
+    told = [event for event in read_events(log) if event["kind"] == "groups_rolled_back"]
+    assert [(event["step"], event["group_ids"]) for event in told] == [(1, ["00000001", "00000002"])]
+
+
 IN_A_STEP = RolloutError("rollout 7 was delivered and not committed")
 
 
@@ -216,6 +250,7 @@ IN_A_STEP = RolloutError("rollout 7 was delivered and not committed")
         (7, None, {"save": IN_A_STEP}, str(IN_A_STEP)),
         (7, None, {"written": None}, "none was written within 6 s"),
         (7, None, {"colocated": True}, "engines have the GPUs of the trainer"),
+        (7, None, {"saving": 6}, None),
     ],
 )
 async def test_a_job_that_a_signal_stops_between_two_steps_is_saved_if_there_is_something_to_save_and_time_for_it(
@@ -232,14 +267,128 @@ async def test_a_job_that_a_signal_stops_between_two_steps_is_saved_if_there_is_
     )
     executor: Any = Noted("executor", calls, save=how.get("save", {}))
     trainer: Any = Noted("trainer", calls, save_checkpoint=how.get("written", "PATH"))
-    trainer.resumed = None
-    trainer.statistics = lambda: SimpleNamespace(step=step, failure=how.get("failure"), checkpoint=newest)
+    trainer.resumed = SimpleNamespace(step=4, path="PATH", extra={})
+    trainer.statistics = lambda: SimpleNamespace(
+        step=step, failure=how.get("failure"), checkpoint=newest, saving=how.get("saving")
+    )
     parts = RolloutComponents(Noted("engines", calls), executor, None)  # type: ignore[arg-type]
     await resume(job, parts, trainer, 4)
+    notes.clear()
     [keep] = job.on_stop_now
     await keep()
     assert ("trainer.save_checkpoint 6 {} wait" in calls) == (told is None or "written" in how)
     assert notes == ([f"stopped without a checkpoint of step 7: {told}"] if told else [])
+
+
+class Saving(Noted):
+    """A trainer after 7 steps; the checkpoint of `saving` is being written, and `ends` in some way once waited for."""
+
+    def __init__(self, calls: list[str], saving: int | None = None, newest: int | None = None, ends: str = "") -> None:
+        super().__init__("trainer", calls, save_checkpoint="PATH", update_weights=SimpleNamespace(version="0.7"))
+        self.saving, self.newest, self._ends = saving, newest, ends
+        self.resumed: Any = SimpleNamespace(step=4, path="PATH", extra={})
+
+    def statistics(self) -> Any:
+        newest = None if self.newest is None else Written(self.newest, 99.0)
+        return SimpleNamespace(step=7, failure=None, checkpoint=newest, saving=self.saving)
+
+    async def finish_checkpoint(self) -> None:
+        self._calls.append("trainer.finish_checkpoint")
+        if self._ends == "hangs":
+            await anyio.sleep_forever()
+        if self._ends == "complete":
+            self.newest = self.saving
+        self.saving = None
+
+
+@pytest.mark.parametrize(
+    ("ends", "saved", "told"),
+    [
+        ("complete", False, []),
+        ("failed", True, []),
+        ("hangs", False, ["stopped while the checkpoint of step 7 was still being written after 0.05 s"]),
+    ],
+)
+async def test_a_signal_that_finds_the_checkpoint_of_the_last_step_half_written_has_it_finished_and_not_begun_again(
+    ends: str, saved: bool, told: list[str]
+) -> None:
+    """A batch may be with the trainer by then: that spoils the next checkpoint and not this one."""
+    calls: list[str] = []
+    notes: list[str] = []
+    job = a_job(False)
+    job.record.note = notes.append
+    job.run = SimpleNamespace(attempt=0)
+    job.config = SimpleNamespace(checkpoint=CheckpointConfig(every=3), run=SimpleNamespace(stop_grace_s=0.1))
+    trainer: Any = Saving(calls, saving=7, ends=ends)
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls, save={}), None)  # type: ignore[arg-type]
+    await resume(job, parts, trainer, 4)
+    calls.clear()
+    notes.clear()
+    [keep] = job.on_stop_now
+    with anyio.move_on_after(0.05):
+        await keep()
+    again = ["executor.save", "trainer.save_checkpoint 6 {} wait"] if saved else []
+    assert calls == ["trainer.finish_checkpoint", *again]
+    assert notes == told
+
+
+@pytest.mark.parametrize(
+    ("trainer", "asked"),
+    [
+        ({}, ["executor.save", "trainer.save_checkpoint 6 {} wait"]),
+        ({"newest": 6}, ["executor.save", "trainer.save_checkpoint 6 {} wait"]),
+        ({"newest": 7}, []),
+        ({"saving": 7, "ends": "complete"}, ["trainer.finish_checkpoint"]),
+    ],
+)
+async def test_the_last_step_is_saved_once_whenever_the_stop_was_asked_for(
+    trainer: dict[str, Any], asked: list[str]
+) -> None:
+    calls: list[str] = []
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls, save={}), None)  # type: ignore[arg-type]
+    for every in (0, 3):
+        job = a_job(False)
+        job.config = SimpleNamespace(checkpoint=CheckpointConfig(every=every))
+        await last_checkpoint(job, parts, Saving(calls, **trainer))  # type: ignore[arg-type]
+        assert calls == (asked if every else [])
+
+
+async def test_a_loop_that_trained_nothing_leaves_no_checkpoint() -> None:
+    calls: list[str] = []
+    job = a_job(False)
+    job.config = SimpleNamespace(checkpoint=CheckpointConfig(every=3))
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls), None)  # type: ignore[arg-type]
+    trainer: Any = Saving(calls)
+    trainer.resumed = SimpleNamespace(step=7)
+    await last_checkpoint(job, parts, trainer)
+    assert calls == []
+
+
+async def test_engines_on_the_trainers_gpus_make_room_for_the_last_checkpoint_and_come_back() -> None:
+    calls: list[str] = []
+    job = a_job(True)
+    job.config = SimpleNamespace(checkpoint=CheckpointConfig(every=3))
+    parts = RolloutComponents(Noted("engines", calls), Noted("executor", calls, save={}), None)  # type: ignore[arg-type]
+    await last_checkpoint(job, parts, Saving(calls))  # type: ignore[arg-type]
+    assert calls[:3] == ["executor.engines_paused", "engines.offload", "trainer.onload"]
+    assert calls[3:6] == ["executor.save", "trainer.save_checkpoint 6 {} wait", "trainer.offload keep_weights"]
+    assert "trainer.update_weights 6" in calls and calls[-1] == "executor.set_weight_version 0.7"
+
+
+async def test_what_a_warm_up_trains_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    job = a_job(False)
+    job.record.note = calls.append
+    job.config = SimpleNamespace(warmup=WarmupConfig(steps=2, lr=1.0), debug=DebugConfig())
+    monkeypatch.setattr(phases, "_load", lambda job: SimpleNamespace(next_batch=lambda step: f"BATCH-{step}"))
+    trainer: Any = Noted("trainer", calls, train_sft={"train/loss": 0.5})
+    trainer.resumed = None
+    await warm_up(job, trainer)
+    assert calls[:3] == [
+        "trainer.train_sft None BATCH-0 1.0",
+        "trainer.train_sft None BATCH-1 1.0",
+        "trainer.reset_optimizer",
+    ]
 
 
 async def test_a_resumed_policy_is_not_warmed_up_again() -> None:

@@ -32,6 +32,8 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     dropped_overlong: int
     """Prompts left out because they leave no room for a response."""
+    max_prompt_tokens: int
+    """Longest prompt that leaves room for one."""
 
 
 def load_prompts(
@@ -73,7 +75,7 @@ def load_prompts(
             kept=len(prompts),
             max_prompt_tokens=max_prompt_tokens,
         )
-    return PromptSet(tuple(prompts), dropped)
+    return PromptSet(tuple(prompts), dropped, max_prompt_tokens)
 
 
 def prompt_renderer(config: DataConfig, tokenizer: PolicyTokenizer, where: str) -> Callable[[Record], str]:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.data import DataConfig
+from asyncrl.data.datasets import PromptSet
 from asyncrl.data.sample import Prompt
 from asyncrl.errors import DataError
 
@@ -33,17 +35,29 @@ class PromptDraw:
 class PromptStream:
     """Draws from `prompts` for ever."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        """Reads all prompts once, which takes seconds where there are millions."""
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, max_prompt_tokens: int | None = None
+    ) -> None:
+        """Reads all prompts once, which takes seconds where there are millions.
+
+        `prompts` are what is left of the data without those over `max_prompt_tokens`; None: all of it.
+        """
         if not prompts:
             raise DataError("a prompt stream needs at least one prompt")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        self._max_prompt_tokens = max_prompt_tokens
         self._fingerprint = _fingerprint(prompts)
         self._ordinal = 0
         self._order_epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
+
+    @classmethod
+    def of(cls, prompts: PromptSet, config: DataConfig) -> PromptStream:
+        """What was loaded, in the order that `config` asks for."""
+        longest = prompts.max_prompt_tokens
+        return cls(prompts.prompts, seed=config.seed, shuffle=config.shuffle, max_prompt_tokens=longest)
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -84,6 +98,7 @@ class PromptStream:
             "shuffle": self._shuffle,
             "size": len(self),
             "fingerprint": self._fingerprint,
+            "max_prompt_tokens": self._max_prompt_tokens,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -95,6 +110,14 @@ class PromptStream:
             what = f"{name} was {state.get(name)!r}, is {mine[name]!r}"
             if name == "fingerprint":
                 what = "prompts, answers or their order were changed, or are rendered or tokenised in another way"
+            longest = state.get("max_prompt_tokens", self._max_prompt_tokens)
+            if name in ("size", "fingerprint") and longest != self._max_prompt_tokens:
+                raise DataError(
+                    f"the saved place in the prompt data does not fit: {what}. Prompts over {self._max_prompt_tokens} "
+                    f"tokens are left out now, since they leave no room for a response, and those over {longest} when "
+                    "it was saved; set rollout.max_new_tokens, model.context_length and engine.max_total_tokens as "
+                    "they were"
+                )
             raise DataError(
                 f"the saved place in the prompt data does not fit: {what}; resume with the data and seed that the run "
                 "began with"

@@ -10,7 +10,8 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.fleet import UpdateAck
 from asyncrl.debugging.replay import Replay
 from asyncrl.inference.controller import InferenceController
-from asyncrl.training.train_group import TrainGroup, TrainGroupStatistics
+from asyncrl.training.statistics import TrainGroupStatistics
+from asyncrl.training.train_group import TrainGroup
 from asyncrl.training.trainer_thread import TrainerThreadStatistics
 
 
@@ -60,7 +61,7 @@ class NoTrainer:
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         return {}
 
-    async def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
+    async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         return {}
 
     async def save_checkpoint(
@@ -68,4 +69,4 @@ class NoTrainer:
     ) -> None: ...
 
     def statistics(self) -> TrainGroupStatistics:
-        return TrainGroupStatistics(TrainerThreadStatistics(None, None, 0), 0, None, None)
+        return TrainGroupStatistics(TrainerThreadStatistics(None, None, 0), 0, None, None, None)

@@ -53,8 +53,8 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _size(value: object) -> int:
-    return len(value) if isinstance(value, (list, tuple)) else 0
+def _names(value: object) -> list[str]:
+    return [str(name) for name in value] if isinstance(value, (list, tuple)) else []
 
 
 def _engine_state(event: Record) -> str:
@@ -156,7 +156,7 @@ _TIMELINE: Mapping[str, _Wording] = {
     "evaluated": _Wording("evaluation", _evaluated),
     "trainer_ready": _Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
     "trainer_resumed": _Wording("trainer", "goes on from step {step}: {path}"),
-    "groups_rolled_back": _Wording("rollouts", lambda e: f"{_size(e.get('group_ids'))} trained groups rolled back"),
+    "groups_rolled_back": _Wording("rollouts", lambda e: f"{len(_names(e.get('group_ids')))} ended groups rolled back"),
     "trainer_rank_failed": _Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
     "host_started": _Wording("host", "started: pid {pid}"),
     "host_ended": _Wording("host", _host_ended),
@@ -202,7 +202,10 @@ class RunReport:
     steps: int = 0
     """Steps trained, by the last attempt that says so."""
     groups: Counter[str] = field(default_factory=Counter)
-    """Prompt groups by what became of them: admitted, finished, delivered, trained, filtered: why, dropped: why."""
+    """Prompt groups by what became of them: admitted, finished, delivered, trained, filtered: why, dropped: why. Ends
+    that were rolled back are counted as that alone."""
+    ends: dict[str, str] = field(default_factory=dict)
+    """Under which of these names a group's end is counted, by its id."""
     failures: Counter[str] = field(default_factory=Counter)
     """Failed requests and rewards by their reason."""
     restarts: Counter[str] = field(default_factory=Counter)
@@ -234,15 +237,17 @@ def _count(report: RunReport, event: Record) -> None:
         report.publications.append(
             Publication(
                 version=str(event.get("version", "?")),
-                engines=_size(event.get("engines")),
+                engines=len(_names(event.get("engines"))),
                 seconds=_number(event.get("seconds")),
                 pause_s=_number(event.get("pause_s")),
             )
         )
     elif kind in _GROUPS:
-        report.groups[kind.removeprefix("groups_")] += _size(event.get("group_ids"))
+        report.groups[name := kind.removeprefix("groups_")] += len(ids := _names(event.get("group_ids")))
+        report.ends |= dict.fromkeys(ids, name) if name == "trained" else {}
     elif kind in ("group_filtered", "group_dropped"):
-        report.groups[f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"] += 1
+        report.groups[name := f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"] += 1
+        report.ends[str(event.get("group_id"))] = name
     elif kind in ("group_admitted", "group_finished"):
         report.groups[kind.removeprefix("group_")] += 1
     elif kind == "request_failed":
@@ -271,6 +276,10 @@ def build_report(events: Iterable[Record], metrics: Iterable[Record]) -> RunRepo
                 report.ended = str(event.get("reason", "?"))
             elif kind == "loop_started":
                 _add(report.time_split, _phases(event))
+            elif kind == "groups_rolled_back":
+                ids = _names(event.get("group_ids"))
+                report.groups -= Counter(report.ends.pop(group_id, "") for group_id in ids)
+                report.groups["rolled back"] += len(ids)
             elif kind == "process_restarting":
                 report.restarts[f"{event.get('name', '?')} restarted"] += 1
             elif kind == "process_given_up":

@@ -64,7 +64,10 @@ class GroupsRestored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsRolledBack(Event):
-    """A resumed job goes on from `step`: what earlier attempts trained on these groups after it does not count."""
+    """A resumed job goes on from `step`: that these groups were trained, filtered or dropped since does not count.
+
+    They are admitted again, or restored, and end once more.
+    """
 
     kind: ClassVar[str] = "groups_rolled_back"
     step: int

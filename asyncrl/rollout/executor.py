@@ -51,7 +51,7 @@ from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.events import RewardFailed
 from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.ledger import TRAINER, GroupState, Ledger
+from asyncrl.rollout.ledger import TRAINER, GroupState, Ledger, Reached
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
 from asyncrl.rollout.production import Issue, Production
 from asyncrl.rollout.rewards.pool import ProcessHost
@@ -172,9 +172,7 @@ class RolloutExecutor:
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
-        stream = await _in_thread(
-            lambda: PromptStream(prompts.prompts, seed=config.data.seed, shuffle=config.data.shuffle)
-        )
+        stream = await _in_thread(lambda: PromptStream.of(prompts, config.data))
         production = Production(
             Limits(rollout.prompts_per_step, self._bound.batches, rollout.oversample, rollout.straggler),
             stream=stream,
@@ -295,13 +293,14 @@ class RolloutExecutor:
         saved = SavedRollout(prompts, again, finished, ended, reasons, settings)
         return await _in_thread(lambda: encode_rollout(saved))
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+    async def restore(self, files: Mapping[str, bytes], step: int) -> Reached:
         """Goes on from what `save` returned when `step` batches were trained; before the first `get`.
 
-        Groups that were finished under other settings of sampling or reward are generated again. Raises
-        CheckpointError for files that cannot be read, DataError for other data.
+        Returns how far that was. Groups that were finished under other settings of sampling or reward are generated
+        again. Raises CheckpointError for files that cannot be read, DataError for other data.
         """
         saved = await _in_thread(lambda: decode_rollout(files, self._started.stream))
+        reached = saved.reached
         saved, changed = saved.under(made_with(self._config))
         if changed:
             _log.warning(
@@ -309,6 +308,7 @@ class RolloutExecutor:
             )
         restored = self._started.production.restore(step, saved.finished, saved.again)
         self._events.emit(self._ledger.restore(restored, saved.ended, saved.drop_reasons))
+        return reached
 
     async def eval(self, rollout_id: int) -> EvalReport:
         """Samples every held-out prompt; whatever goes wrong with that is a skipped point with a reason."""

@@ -8,12 +8,14 @@ Invariants
 - Each trainer gets a rollout id once, and commits it once after that. All trainers get the same groups, which are
   trained when the last of them has committed.
 - A group that an earlier attempt finished, and no batch took, begins as finished; counts go on where they were.
+- Over all attempts a group ends once that was not rolled back. Its id says so: it is the same in each of them.
 
 A pure state machine: no I/O, no clock. Each transition returns the event that records it; the caller emits it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,29 @@ class GroupState(StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     DROPPED = "dropped"
+
+
+def group_id_of(ordinal: int, issues: int) -> str:
+    """Of the draw with that number from the prompts, which was issued so often before.
+
+    No id is a prefix of another with what follows it in a request id, since engines abort by prefix.
+    """
+    return f"{ordinal:08d}" + (f"r{issues}" if issues else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far the groups of a job were when it was saved."""
+
+    drawn: int
+    """Prompts drawn: the ordinal of the next one."""
+    live: Mapping[int, int]
+    """Groups that had not ended: ordinal → how often it was issued before."""
+
+    def had_ended(self, group_id: str) -> bool:
+        ordinal, _, issues = group_id.partition("r")
+        number = int(ordinal)
+        return number < self.drawn and int(issues or 0) < self.live.get(number, math.inf)
 
 
 TRAINER = "trainer"
@@ -201,12 +226,19 @@ class Ledger:
         self._ended[state] += 1
 
 
-def rolled_back(events: Iterable[Mapping[str, Any]], step: int) -> tuple[str, ...]:
-    """Groups that `events` (the log of all attempts) tell were trained after the checkpoint of `step`: to no avail."""
-    trained: dict[int, tuple[str, ...]] = {}
+def rolled_back(events: Iterable[Mapping[str, Any]], reached: Reached | None) -> tuple[str, ...]:
+    """Groups that `events` (the log of all attempts) tell have ended since a job was saved that now goes on, in order.
+
+    `reached` is how far it was when it was saved; None for a job that begins anew.
+    """
+    ended: dict[str, None] = {}
     for event in events:
-        if event.get("kind") == GroupsTrained.kind:
-            trained[event["rollout_id"]] = tuple(event["group_ids"])
-        elif event.get("kind") == GroupsRolledBack.kind:
-            trained = {rollout_id: ids for rollout_id, ids in trained.items() if rollout_id < event["step"]}
-    return tuple(group_id for rollout_id in sorted(trained) if rollout_id >= step for group_id in trained[rollout_id])
+        match event.get("kind"):
+            case GroupsTrained.kind:
+                ended.update(dict.fromkeys(event["group_ids"]))
+            case GroupFiltered.kind | GroupDropped.kind:
+                ended[event["group_id"]] = None
+            case GroupsRolledBack.kind:
+                for group_id in event["group_ids"]:
+                    ended.pop(group_id, None)
+    return tuple(group_id for group_id in ended if reached is None or not reached.had_ended(group_id))

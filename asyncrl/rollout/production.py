@@ -31,7 +31,7 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.admission import Admission, Batch, Limits
 from asyncrl.rollout.collection import Collection, drop_reason, first_failure
 from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.ledger import Ledger
+from asyncrl.rollout.ledger import Ledger, group_id_of
 
 _CLOSE_TIMEOUT_S = 5.0
 _MIN_DROPS = 8  # groups that one batch may lose even when it is small
@@ -51,8 +51,7 @@ class Issue:
 
     @property
     def group_id(self) -> str:
-        """No id is a prefix of another with what follows it in a request id, since engines abort by prefix."""
-        return f"{self.ordinal:08d}" + (f"r{self.issues}" if self.issues else "")
+        return group_id_of(self.ordinal, self.issues)
 
 
 Generate = Callable[[Issue, Callable[[], None]], Awaitable[SampleGroup]]

@@ -23,6 +23,7 @@ from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import FinishReason, Sample, SampleGroup, VersionSpan
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.line_file import without_surrogates
+from asyncrl.rollout.ledger import Reached
 from asyncrl.rollout.production import Issue
 
 STATE = "rollout.json"
@@ -49,6 +50,12 @@ class SavedRollout:
     drop_reasons: Mapping[str, int]
     made_with: Mapping[str, Any]
     """Settings that decide what a group is, by key, as plain JSON types."""
+
+    @property
+    def reached(self) -> Reached:
+        """Which groups have ended, and which not."""
+        issues = (*self.again, *(issue for issue, _ in self.finished))
+        return Reached(self.prompts["ordinal"], {issue.ordinal: issue.issues for issue in issues})
 
     def under(self, settings: Mapping[str, Any]) -> tuple[SavedRollout, tuple[str, ...]]:
         """What is left of it under other `settings` (`made_with`), and the keys of those that differ.

@@ -84,11 +84,6 @@ def rendezvous(environment: RankEnvironment, timeout_s: float) -> Store:
     return PrefixStore(f"asyncrl/attempt-{environment.restarts}", store)
 
 
-def announce_link(store: Store, address: LinkAddress) -> None:
-    """Rank 0 tells the others where to connect."""
-    store.set(_LINK_KEY, address.encode())
-
-
 def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: float) -> CommandChannel:
     """Builds the default group (NCCL and gloo on GPUs, gloo without) and the control group, on every rank alike.
 
@@ -108,6 +103,14 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
         timeout=timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S),
     )
     return CommandChannel(environment.world_size)
+
+
+def join_as_rank_zero(environment: RankEnvironment, config: Config, address: LinkAddress | None) -> CommandChannel:
+    """As `join_process_groups`, once the others were told where to connect to; None where there are no others."""
+    store = rendezvous(environment, config.train.init_timeout_s)
+    if address is not None:
+        store.set(_LINK_KEY, address.encode())
+    return join_process_groups(environment, store, config.train.step_timeout_s)
 
 
 def serve_rank(config: Config, make_trainer: TrainerFactory, environment: RankEnvironment | None = None) -> None:

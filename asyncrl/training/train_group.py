@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -33,15 +33,16 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.training import commands
 from asyncrl.training.checkpoints.restoring import saved_tensors
-from asyncrl.training.checkpoints.saver import CheckpointSaver, Written
+from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
 from asyncrl.training.command_channel import CommandChannel
 from asyncrl.training.commands import Command, ExportOutcome, RankState, Result, TrainerFactory
 from asyncrl.training.events import TrainerRankFailed, TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.training.failures import blame, error_of, error_of_hung, tried
-from asyncrl.training.rank import RankEnvironment, announce_link, join_process_groups, rendezvous
+from asyncrl.training.rank import RankEnvironment, join_as_rank_zero
 from asyncrl.training.rank_link import LinkAddress, LinkServer, RankFailure, describe
-from asyncrl.training.trainer_thread import Job, TrainerThread, TrainerThreadStatistics
+from asyncrl.training.statistics import TrainGroupStatistics
+from asyncrl.training.trainer_thread import Job, TrainerThread
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import Fleet, PublicationReport, longest_begin_s, publish
@@ -55,17 +56,6 @@ STACK_TIMEOUT_S = 2.0
 SHUTDOWN_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class TrainGroupStatistics:
-    thread: TrainerThreadStatistics
-    step: int
-    """Batches trained so far."""
-    failure: str | None
-    """Why the trainer takes no further command."""
-    checkpoint: Written | None
-    """The newest that was completed."""
-
-
 class TrainGroup:
     """See the module's docstring. Made and used in the event loop of rank 0.
 
@@ -74,6 +64,7 @@ class TrainGroup:
         make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
         fleet, transport: for `update_weights`; without them only training works.
         events: its attempt is the first part of every weight version.
+        first_attempt: the first of this job's gang; None where that is the present one.
     """
 
     def __init__(
@@ -86,6 +77,7 @@ class TrainGroup:
         fleet: Fleet | None = None,
         transport: Transport | None = None,
         copies: Copies | None = None,
+        first_attempt: int | None = None,
         environment: RankEnvironment | None = None,
     ) -> None:
         self._config = config
@@ -98,7 +90,9 @@ class TrainGroup:
         self._thread = TrainerThread()
         self._bound = Bound.of(config)
         layout = self._environment.layout(config)
-        self._checkpoints = CheckpointSaver(config, layout, events=events, task_group=task_group)
+        self._checkpoints = CheckpointSaver(
+            config, layout, events=events, task_group=task_group, first_attempt=first_attempt
+        )
         self._state = RankState(config, layout, make_trainer, self._checkpoints.report)
         self._link = LinkServer(range(1, layout.world_size), self._wake, self._checkpoints.wrote)
         self._serving: list[anyio.CancelScope] = []
@@ -125,8 +119,9 @@ class TrainGroup:
         timeout_s = self._config.train.init_timeout_s
         address = await self._serve_links()
         what = "joining the process groups"
-        joining = self._thread.submit(lambda: self._join(address), what=what, on_done=self._job_done)
-        await self._await(joining, seq=-1, what=what, timeout_s=timeout_s)
+        join = partial(join_as_rank_zero, self._environment, self._config, address)
+        joining = self._thread.submit(join, what=what, on_done=self._job_done)
+        self._channel = await self._await(joining, seq=-1, what=what, timeout_s=timeout_s)
         resumed = await self._checkpoints.resume()
         init = commands.Init(str(self._config.run.dir), None if resumed is None else str(resumed.path))
         specs = await self._run(init, "building the trainer", timeout_s)
@@ -134,29 +129,24 @@ class TrainGroup:
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
             self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
-        self._events.emit(
-            TrainerReady(
-                ranks=self._environment.world_size,
-                tensors=len(self._specs),
-                bytes=sum(s.size_bytes for s in self._specs),
-                seconds=time.monotonic() - started,
-            )
-        )
+        ranks, tensors, size = self._environment.world_size, len(self._specs), sum(s.size_bytes for s in self._specs)
+        ready = TrainerReady(ranks=ranks, tensors=tensors, bytes=size, seconds=time.monotonic() - started)
+        self._events.emit(ready)
         return self._step
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         """Trains on one rollout batch; returns rank 0's metrics. StalenessError for a batch that is too old."""
         if not self._config.debug.train_only:  # which trains what was saved, as it was saved
             self._bound.check(batch)
-        started = time.monotonic()
-        metrics = await self._run(commands.Train(), f"training on rollout {rollout_id}", batch=batch)
-        self._step = rollout_id + 1
-        self._events.emit(TrainerStepped(rollout_id=rollout_id, step=self._step, seconds=time.monotonic() - started))
-        return cast(dict[str, float], metrics)
+        return await self._train(rollout_id, commands.Train(), batch)
 
-    async def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
-        """One supervised step on the response tokens of `batch`."""
-        return cast(dict[str, float], await self._run(commands.TrainSft(lr), "a supervised step", batch=batch))
+    async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
+        """One supervised step on the response tokens of `batch`; returns rank 0's metrics.
+
+        It trains rollout `rollout_id`, as `train` does. None: it is no step of the loop but one of a warm-up, and none
+        of what is counted in steps moves.
+        """
+        return await self._train(rollout_id, commands.TrainSft(lr), batch)
 
     async def reset_optimizer(self) -> None:
         await self._run(commands.ResetOptimizer(), "resetting the optimizer")
@@ -211,6 +201,10 @@ class TrainGroup:
             wait=wait,
         )
 
+    async def finish_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written, `checkpoint.timeout_s` at most; `statistics` tells of it."""
+        await self._checkpoints.finish()
+
     async def offload(self, *, keep_weights: bool = False) -> None:
         """Frees the GPUs of the trainer, except for the weights where they are still to be published or exported."""
         await self._run(commands.Offload(keep_weights), "offloading the trainer")
@@ -224,7 +218,8 @@ class TrainGroup:
 
     def statistics(self) -> TrainGroupStatistics:
         failure = None if self._failure is None else str(self._failure)
-        return TrainGroupStatistics(self._thread.statistics(), self._step, failure, self._checkpoints.newest)
+        saved, saving = self._checkpoints.newest, self._checkpoints.saving
+        return TrainGroupStatistics(self._thread.statistics(), self._step, failure, saved, saving)
 
     async def dispose(self) -> None:
         """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""
@@ -270,6 +265,16 @@ class TrainGroup:
             raise outcome.sink_error
 
     # commands
+
+    async def _train(self, rollout_id: int | None, command: Command, batch: RolloutBatch) -> dict[str, float]:
+        """Has every rank train; counts the step where it is one of the loop."""
+        what = "a supervised step" if rollout_id is None else f"training on rollout {rollout_id}"
+        started = time.monotonic()
+        metrics = cast(dict[str, float], await self._run(command, what, batch=batch))
+        if rollout_id is not None:
+            self._step, seconds = rollout_id + 1, time.monotonic() - started
+            self._events.emit(TrainerStepped(rollout_id=rollout_id, step=self._step, seconds=seconds))
+        return metrics
 
     async def _run(
         self,
@@ -391,10 +396,3 @@ class TrainGroup:
                 await self._changed.wait()
                 if self._waiters == 0 and self._failure is None:
                     self._check()
-
-    def _join(self, address: LinkAddress | None) -> None:
-        """In the trainer thread."""
-        store = rendezvous(self._environment, self._config.train.init_timeout_s)
-        if address is not None:
-            announce_link(store, address)
-        self._channel = join_process_groups(self._environment, store, self._config.train.step_timeout_s)

@@ -275,6 +275,16 @@ def test_a_gang_that_died_before_its_directory_takes_one_on_restart(config, tmp_
         assert (run.path, run.attempt) == (tmp_path / "run", 2)
 
 
+def test_a_gang_that_died_before_it_took_an_old_directory_began_when_it_took_it(config):
+    """What attempts of other jobs wrote there is not its own, however often it was restarted."""
+    for number in range(5):
+        with RunDirectory.open(config("resume"), gang=Gang(f"{number}@1", 0)) as run:
+            run.metrics.write_text("{}\n")
+    for restarts, attempt in [(1, 5), (2, 6)]:
+        with RunDirectory.open(config("resume"), gang=Gang("7@7", restarts)) as run:
+            assert (run.attempt, run.first_attempt) == (attempt, 5)
+
+
 def test_processes_outside_torchrun_are_their_own_gang():
     own = Gang.detect({})
     assert own.agent.startswith(f"{os.getpid()}@")
@@ -292,6 +302,7 @@ def test_a_resumed_run_keeps_what_it_has_and_counts_attempts_on(config, tmp_path
         with RunDirectory.open(config("resume"), gang=gang) as again:
             assert (again.path, again.attempt) == (first.path, attempt)
             assert again.metrics.read_text() == "{}\n"
+            assert again.first_attempt == {1: 1, 2: 1, 3: 3}[attempt]
             with pytest.raises(RunDirectoryError, match="in use"):
                 RunDirectory.open(config("resume"), gang=Gang("9@9", 0))
 

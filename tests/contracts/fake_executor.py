@@ -16,7 +16,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
 from asyncrl.errors import RolloutError
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.ledger import TRAINER, Ledger
+from asyncrl.rollout.ledger import TRAINER, Ledger, Reached
 
 
 class FakeExecutor:
@@ -46,8 +46,9 @@ class FakeExecutor:
         self._ledger.check_all_committed()
         return {"fake.json": str(self._groups).encode()}
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+    async def restore(self, files: Mapping[str, bytes], step: int) -> Reached:
         self._groups = int(files["fake.json"])
+        return Reached(self._groups, {})
 
     async def eval(self, rollout_id: int) -> EvalReport:
         return self.report_eval_skip(rollout_id, "a fake has nothing to evaluate")

@@ -71,6 +71,23 @@ def test_a_cursor_is_refused_where_a_prompt_or_its_answer_was_changed_in_place(c
         PromptStream(edited, seed=0, shuffle=True).restore(PromptStream(prompts(4), seed=0, shuffle=True).state())
 
 
+def test_where_other_prompts_are_too_long_now_the_settings_that_decide_it_are_named() -> None:
+    def stream(longest: int, size: int = 4) -> PromptStream:
+        return PromptStream(prompts(size), seed=0, shuffle=True, max_prompt_tokens=longest)
+
+    state = stream(20).state()
+    stream(12).restore(state)  # no prompt is that long
+    with pytest.raises(
+        DataError, match=r"over 12 tokens .* now.* over 20 when .* set rollout\.max_new_tokens, model\.c"
+    ):
+        stream(12, size=3).restore(state)
+    with pytest.raises(DataError, match="resume with the data and seed"):
+        stream(20, size=3).restore(state)
+    del state["max_prompt_tokens"]  # as saved by an earlier version
+    with pytest.raises(DataError, match="resume with the data and seed"):
+        stream(12, size=3).restore(state)
+
+
 def test_rollouts_per_epoch_are_whole_batches() -> None:
     stream = PromptStream(prompts(10), seed=0, shuffle=False)
     assert stream.num_rollouts_per_epoch(3) == 3

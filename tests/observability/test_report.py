@@ -101,6 +101,19 @@ def test_engines_are_told_without_their_turn_through_each_update() -> None:
     ]  # fmt: skip
 
 
+def test_a_group_that_ended_again_after_a_rollback_is_counted_once() -> None:
+    report = build_report(
+        [
+            line("group_dropped", group_id="2", reason="the job ended"),
+            line("groups_trained", rollout_id=0, group_ids=["0", "1"]),
+            line("groups_rolled_back", step=0, group_ids=["2", "1"]),
+            line("groups_trained", rollout_id=1, group_ids=["1", "2"]),
+        ],
+        [],
+    )
+    assert report.groups == {"trained": 3, "rolled back": 2}
+
+
 def test_groups_and_failures_are_counted_by_reason() -> None:
     report = build_report(
         [

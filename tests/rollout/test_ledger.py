@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncrl.errors import RolloutError
-from asyncrl.rollout.ledger import GroupState, Ledger, LedgerError
+from asyncrl.observability.events import Event, EventLog
+from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsRolledBack, GroupsTrained
+from asyncrl.rollout.ledger import GroupState, Ledger, LedgerError, Reached, group_id_of, rolled_back
 
 
 def test_several_trainers_get_and_commit_the_same_batch_each_for_itself() -> None:
@@ -117,6 +120,48 @@ class LedgerModel(RuleBasedStateMachine):
 
 TestLedgerModel = LedgerModel.TestCase
 TestLedgerModel.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+def a_log(*events: Event) -> list[dict[str, Any]]:
+    log = EventLog(None)
+    for event in events:
+        log.emit(event)
+    return log.recent
+
+
+def trained(rollout_id: int, *group_ids: str) -> GroupsTrained:
+    return GroupsTrained(rollout_id=rollout_id, group_ids=group_ids)
+
+
+def dropped(group_id: str) -> GroupDropped:
+    return GroupDropped(group_id=group_id, reason="late")
+
+
+def filtered(group_id: str) -> GroupFiltered:
+    return GroupFiltered(group_id=group_id, reason="all equal")
+
+
+G = [group_id_of(ordinal, 0) for ordinal in range(9)]
+
+
+def test_every_group_that_ended_after_the_checkpoint_is_rolled_back_however_it_ended() -> None:
+    log = a_log(
+        trained(0, G[0], G[2]), filtered(G[1]), dropped(G[3]), filtered(G[4]), trained(1, G[5], G[6]), dropped(G[7])
+    )
+    reached = Reached(6, {3: 0, 5: 0})  # saved after the first step: 4 was filtered while the others were not finished
+    assert rolled_back(log, reached) == (G[3], G[5], G[6], G[7])
+    assert rolled_back(log, None) == (G[0], G[2], G[1], G[3], G[4], G[5], G[6], G[7])
+
+
+def test_a_group_that_was_issued_again_had_ended_only_as_what_it_was_before() -> None:
+    late, later = group_id_of(3, 1), group_id_of(3, 2)
+    log = a_log(dropped(G[3]), dropped(late), trained(1, later))
+    assert rolled_back(log, Reached(6, {3: 1})) == (late, later)
+
+
+def test_what_was_rolled_back_once_is_rolled_back_again_only_where_it_ended_again() -> None:
+    log = a_log(dropped(G[3]), trained(0, G[4]), GroupsRolledBack(step=0, group_ids=(G[3], G[4])), trained(0, G[3]))
+    assert rolled_back(log, None) == (G[3],)
 
 
 def finished(ledger: Ledger, group_id: str) -> None:

@@ -18,7 +18,7 @@ from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.events import GroupDropped, GroupFinished
-from asyncrl.rollout.ledger import GroupState
+from asyncrl.rollout.ledger import GroupState, Reached
 from asyncrl.rollout.production import Issue
 from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout, made_with
 from tests.rollout.conftest import StartExecutor
@@ -198,7 +198,8 @@ async def test_finished_groups_come_back_running_ones_are_issued_again_and_train
     async with scripted_engine(held({"00000004"})) as engine:
         files = await saved_after_one_batch(start_executor, engine, events)
     async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
-        await executor.restore(files, 1)
+        reached = await executor.restore(files, 1)
+        assert reached == Reached(6, {3: 0, 4: 0, 5: 0})
         assert executor.statistics().groups[GroupState.TRAINED] == 3
         engine.version = "1.1"
         executor.set_weight_version("1.1")
@@ -267,6 +268,22 @@ async def test_groups_of_weights_that_were_rolled_back_are_issued_again(
         batch = await executor.get(1)
         assert batch.group_ids == ("00000005", "00000003", "00000004")
         assert all(span.version != "0.2" for spans in batch.versions for span in spans)
+
+
+async def test_longer_responses_that_leave_some_prompts_no_room_are_what_a_resume_complains_of(
+    start_executor: StartExecutor,
+) -> None:
+    model = {"context_length": 13}  # of the 40 prompts 10 have four tokens and 30 have five
+    async with scripted_engine() as engine, start_executor(engine, model=model) as executor:
+        files = await executor.save()
+    async with (
+        scripted_engine() as engine,
+        start_executor(engine, model=model, rollout={"max_new_tokens": 9}) as executor,
+    ):
+        with pytest.raises(
+            DataError, match=r"size was 40, is 10. Prompts over 4 tokens .* now.* over 5 when .* set rollo"
+        ):
+            await executor.restore(files, 0)
 
 
 async def test_nothing_is_saved_once_generation_has_failed(start_executor: StartExecutor, events: EventLog) -> None:

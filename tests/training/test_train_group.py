@@ -48,7 +48,7 @@ class Collected:
 
 CALLS: dict[str, Call] = {
     "train": lambda group: group.train(0, make_batch()),
-    "train_sft": lambda group: group.train_sft(make_batch(), 0.5),
+    "train_sft": lambda group: group.train_sft(None, make_batch(), 0.5),
     "reset_optimizer": lambda group: group.reset_optimizer(),
     "logprobs": lambda group: group.logprobs(make_batch()),
     "export_tensors": lambda group: group.export(Collected(), 10.0),
@@ -65,7 +65,7 @@ def test_every_command_runs_on_every_rank(world_size: int, tmp_path: Path) -> No
         start = await group.init()
         sink = Collected()
         metrics = await group.train(0, make_batch())
-        sft = await group.train_sft(make_batch(), 0.5)
+        sft = await group.train_sft(None, make_batch(), 0.5)
         await group.reset_optimizer()
         logprobs = await group.logprobs(make_batch())
         await group.export(sink, 10.0)
@@ -90,6 +90,18 @@ def test_every_command_runs_on_every_rank(world_size: int, tmp_path: Path) -> No
     assert kinds == ["trainer_ready", "trainer_stepped"]
     assert step == 1
     assert world.exit_codes == (0,) * world_size
+
+
+def test_a_supervised_step_counts_where_the_loop_says_which_it_is() -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        steps = []
+        for rollout_id in (None, 0, None, 1):
+            await group.train_sft(rollout_id, make_batch(), 0.5)
+            steps.append(group.statistics().step)
+        return steps, [event["step"] for event in events.recent if event["kind"] == "trainer_stepped"]
+
+    assert run_world(scenario, world_size=1).value == ([0, 1, 1, 2], [1, 2])
 
 
 @pytest.mark.parametrize("method", ["init", "train", "logprobs", "export_tensors", "export_hf"])
@@ -287,7 +299,7 @@ def test_a_cancelled_call_leaves_the_ranks_in_step() -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
         cancelled = await begin_and_give_up(group)
-        return cancelled, await group.train_sft(make_batch(), 0.25)
+        return cancelled, await group.train_sft(None, make_batch(), 0.25)
 
     cancelled, metrics = run_world(scenario, faults={(1, "train"): slow}).value
     assert cancelled

@@ -9,7 +9,8 @@ Invariants
 - A disk that is full, slow or gone costs the checkpoint, with a warning and an event, and nothing else. A writer that
   hangs is named after `checkpoint.timeout_s`; what it writes is completed when it comes back.
 - Older checkpoints are removed only after a newer one is complete.
-- One that is being written when the job fails or is stopped is completed, until `close`.
+- One that is being written when the job ends gets a few seconds more (`SHUTDOWN_TIMEOUT_S` of train_group.py), none
+  where the trainer itself failed, whose ranks may never report. What is not complete by then, at `close`, is none.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import anyio.abc
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.config.toml import config_toml
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
-from asyncrl.run_directory import Gang
 from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
+from asyncrl.training.checkpoints.settings import changed_settings
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
 from asyncrl.training.layout import RankLayout
 from asyncrl.training.trainer_thread import Job, TrainerThread
@@ -72,12 +74,21 @@ class CheckpointSaver:
     """Rank 0's part; lives in its event loop."""
 
     def __init__(
-        self, config: Config, layout: RankLayout, *, events: EventLog, task_group: anyio.abc.TaskGroup
+        self,
+        config: Config,
+        layout: RankLayout,
+        *,
+        events: EventLog,
+        task_group: anyio.abc.TaskGroup,
+        first_attempt: int | None = None,
     ) -> None:
+        """`first_attempt`: of the job, before its gang was restarted; None where it was not."""
+        self._config = config
         self._settings = config.checkpoint
         self._root = config.run.dir / "checkpoints"
         self._layout = SavedLayout(layout.world_size, layout.tensor_parallel)
         self._events = events
+        self._first_attempt = first_attempt
         self._task_group = task_group
         self._loop = asyncio.get_running_loop()
         self._store = CheckpointStore(self._root)
@@ -88,11 +99,20 @@ class CheckpointSaver:
         self.newest: Written | None = None
         """Of this process."""
 
+    @property
+    def saving(self) -> int | None:
+        """Step of the checkpoint that is being written."""
+        return None if self._writing is None else self._writing.step
+
     async def resume(self) -> SavedCheckpoint | None:
-        """The checkpoint to begin from. Raises CheckpointError as `resume_from` does."""
-        where, began = self._settings.resume, self._events.attempt - Gang.detect().restarts
+        """The checkpoint to begin from; says which settings of training are others now.
+
+        Raises CheckpointError as `resume_from` does.
+        """
+        where = self._settings.resume
+        began = self._events.attempt if self._first_attempt is None else self._first_attempt
         try:
-            return await self._on_disk(
+            found = await self._on_disk(
                 "checkpoints",
                 lambda: resume_from(self._root, where, self._layout, first_attempt=began),
                 self._settings.timeout_s,
@@ -101,6 +121,9 @@ class CheckpointSaver:
             raise CheckpointError(
                 f"{self._root}: {error}; the disk hangs, or checkpoint.timeout_s is too short"
             ) from None
+        if found is not None and found.config is not None and (changed := changed_settings(found.config, self._config)):
+            _log.warning("training goes on under other settings than those of its checkpoint", changed=changed)
+        return found
 
     async def save(
         self,
@@ -213,6 +236,7 @@ class CheckpointSaver:
                 layout=self._layout,
                 tensors=tensors,
                 extra=extra,
+                config=config_toml(self._config),
             )
         finally:
             self._store.discard(writing.staging)

@@ -4,6 +4,7 @@
                                 model/          Hugging Face export, loads anywhere
                                 trainer/        shards of the ranks
                                 extra/          files of others: the ledger, the cursor in the data
+                                config.toml     every setting it was written with, without secrets
 
 Invariants
 - A checkpoint appears by one rename, after every byte of it is on the disk. Whatever ends the process at whatever
@@ -40,6 +41,7 @@ from asyncrl.training.checkpoints.manifest import (
 from asyncrl.training.checkpoints.retention import to_remove
 
 _NAME = re.compile(r"step-(\d{6,})")
+_CONFIG = "config.toml"
 _EXTRA = "extra"
 _EXTRA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READERS = 8
@@ -56,6 +58,8 @@ class SavedCheckpoint:
     manifest: Manifest
     extra: Mapping[str, bytes]
     """Files that were handed to `TrainGroup.save_checkpoint`, by name."""
+    config: str | None
+    """The configuration that it was written with, as TOML; None in a checkpoint of a version that kept none."""
 
     @property
     def step(self) -> int:
@@ -122,6 +126,7 @@ class CheckpointStore:
         layout: SavedLayout,
         tensors: Mapping[str, SavedTensor],
         extra: Mapping[str, bytes],
+        config: str,
     ) -> Path:
         """Completes what the ranks have written in `staging` and gives it its name.
 
@@ -131,7 +136,7 @@ class CheckpointStore:
         """
         for name, record in files.items():
             _check_size(staging / name, name, record, staging)
-        records = dict(files)
+        records = {**files, _CONFIG: write_bytes(staging / _CONFIG, config.encode())}
         for name, data in extra.items():
             (staging / _EXTRA).mkdir(exist_ok=True)
             records[f"{_EXTRA}/{name}"] = write_bytes(staging / _EXTRA / name, data)
@@ -205,7 +210,8 @@ def read_checkpoint(path: Path) -> SavedCheckpoint:
             if problem is not None:
                 raise CheckpointError(problem)
     extra = {name.removeprefix(f"{_EXTRA}/"): path / name for name in manifest.files if name.startswith(f"{_EXTRA}/")}
-    return SavedCheckpoint(path, manifest, {name: file.read_bytes() for name, file in extra.items()})
+    config = (path / _CONFIG).read_text(encoding="utf-8") if _CONFIG in manifest.files else None
+    return SavedCheckpoint(path, manifest, {name: file.read_bytes() for name, file in extra.items()}, config)
 
 
 def read_manifest(path: Path) -> Manifest:

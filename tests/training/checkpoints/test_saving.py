@@ -6,12 +6,14 @@ import resource
 import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import EventLog
@@ -103,10 +105,10 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real disk of 64 KiB."""
+    """A real disk of 96 KiB."""
     path = tmp_path / "disk"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     yield path
@@ -168,6 +170,32 @@ def test_a_slow_disk_is_named_and_costs_the_checkpoints_that_come_due_meanwhile(
         "no checkpoint of step 3: that of step 1 is still being written",
         "rank 1 still writes the checkpoint of step 1 after 0.3 s",
     }
+
+
+def test_a_checkpoint_that_is_being_written_is_told_of_and_can_be_waited_for(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        await group.train(0, make_batch())
+        await group.save_checkpoint(0)
+        before = group.statistics()
+        (tmp_path / "go").touch()
+        await group.finish_checkpoint()
+        after = group.statistics()
+        assert before.checkpoint is None and after.checkpoint is not None
+        return before.saving, after.saving, after.checkpoint.step
+
+    world = run_world(scenario, world_size=1, config=config_of(tmp_path), on_init=slow_disk)
+    assert world.value == (1, None, 1)
+
+
+def test_the_checkpoints_of_every_nth_step_outlive_newer_ones(tmp_path: Path) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        for step in range(5):
+            await group.save_checkpoint(step, wait=True)
+
+    run_world(scenario, world_size=1, config=config_of(tmp_path, keep_last=1, keep_every=2))
+    assert names(tmp_path) == ["step-000002", "step-000004", "step-000005"]
 
 
 def test_a_disk_that_never_answers_does_not_hold_the_end_of_the_job(tmp_path: Path) -> None:
@@ -234,6 +262,45 @@ def test_a_checkpoint_of_another_layout_ends_init_with_both_named(tmp_path: Path
     message = run_world(resume, world_size=1, config=config_of(tmp_path)).value
     assert "was written by 2 ranks (tensor parallel 1, data parallel 2), and this job has 1 rank" in message
     assert run_world(never, world_size=1, config=config_of(tmp_path, resume="never")).value == (0, None)
+
+
+@pytest.mark.parametrize(("first_attempt", "begins_at"), [(3, 1), (4, 0)])
+def test_a_gang_that_is_never_to_resume_goes_on_from_its_own_checkpoints_and_from_no_others(
+    tmp_path: Path, first_attempt: int, begins_at: int
+) -> None:
+    async def save(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return events.attempt, await group.save_checkpoint(0, wait=True) is not None
+
+    async def again(group: TrainGroup, events: EventLog) -> Any:
+        events.attempt, group._checkpoints._first_attempt = 5, first_attempt
+        return await group.init()
+
+    config = config_of(tmp_path, resume="never")
+    assert run_world(save, world_size=1, config=config).value == (3, True)
+    assert run_world(again, world_size=1, config=config).value == begins_at
+
+
+def test_a_checkpoint_holds_the_configuration_and_a_resume_tells_what_changed_in_the_training(tmp_path: Path) -> None:
+    async def save(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return str(await group.save_checkpoint(0, EXTRA, wait=True))
+
+    async def resume(group: TrainGroup, events: EventLog) -> Any:
+        with capture_logs() as logs:
+            return await group.init(), [line["changed"] for line in logs if "other settings" in line["event"]]
+
+    config: dict[str, Any] = config_of(tmp_path) | {"data": {"args": {"hf_token": "s3cret"}}}
+    path = Path(run_world(save, world_size=1, config=config | {"train": {"lr": 1e-3}}).value)
+    saved = (path / "config.toml").read_text()
+    assert tomllib.loads(saved)["train"]["lr"] == 1e-3 and "<redacted>" in saved and "s3cret" not in saved
+    same = config | {"train": {"lr": 1e-3, "step_timeout_s": 9.0}, "run": {"dir": str(tmp_path), "export": False}}
+    assert run_world(resume, world_size=1, config=same).value == (1, [])
+    other = config | {"train": {"num_steps": None, "lr": 2e-3}, "rollout": {"prompts_per_step": 3}}
+    assert run_world(resume, world_size=1, config=other).value == (
+        1,
+        [("train.num_steps was 100, is none", "train.lr was 0.001, is 0.002", "rollout.prompts_per_step was 8, is 3")],
+    )
 
 
 def test_a_directory_that_cannot_be_made_costs_the_checkpoint(tmp_path: Path) -> None:

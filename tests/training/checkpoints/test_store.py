@@ -46,6 +46,7 @@ def save(
         layout=layout,
         tensors={"weight": SavedTensor("float32", (size,))},
         extra={"ledger.json": b"ledger of %d" % step},
+        config=f"step = {step}\n",
     )
 
 
@@ -57,6 +58,17 @@ def test_what_was_saved_last_is_found_with_the_files_of_others(tmp_path: Path) -
     assert found is not None
     assert (found.path, found.step, found.extra) == (tmp_path / "step-000006", 6, {"ledger.json": b"ledger of 6"})
     assert found.manifest.tensors == {"weight": SavedTensor("float32", (10,))}
+    assert found.config == (found.path / "config.toml").read_text() == "step = 6\n"
+
+
+def test_a_checkpoint_that_keeps_no_configuration_is_read_all_the_same(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    manifest = msgspec.json.decode((path / "manifest.json").read_bytes())
+    del manifest["files"]["config.toml"]
+    (path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    (path / "config.toml").unlink()
+    found = CheckpointStore(tmp_path).newest()
+    assert found is not None and (found.step, found.config) == (3, None)
 
 
 def test_after_a_set_back_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
@@ -221,7 +233,7 @@ def test_a_file_that_rank_0_cannot_see_is_no_checkpoint(tmp_path: Path) -> None:
     files = write_snapshot(Snapshot(Shard({"a": torch.ones(1)})), staging, RankLayout(0, 1, 0, 1))
     (staging / SHARD).unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        store.publish(staging, files, step=3, attempt=0, layout=LAYOUT, tensors={}, extra={})
+        store.publish(staging, files, step=3, attempt=0, layout=LAYOUT, tensors={}, extra={}, config="")
     assert store.newest() is None
 
 

@@ -72,7 +72,7 @@ def contents(checkpoint: Path) -> dict[str, dict[str, Tensor] | Any]:
     return {
         name: load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
         for name, path in files.items()
-        if name != "manifest.json"
+        if name not in ("manifest.json", "config.toml")  # of two run directories
     }
 
 
