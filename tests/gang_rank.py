@@ -5,7 +5,6 @@ Under torchrun: `gang_rank.py @ recipe.toml`. Rank 1 kills itself in the fifth s
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -14,17 +13,16 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 import asyncrl.driver
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.training import factory
+from tests.loops import load_loop
 from tests.scripted import Latency, ScriptedEngine, ScriptedHost, ScriptedRouter
 from tests.training.worlds import SPECS, ScriptedTrainer
 
-ROOT = Path(__file__).parents[1]
 STEPS_BEFORE_DEATH = 4
 
 
@@ -53,13 +51,9 @@ async def scripted_host(logs: Path, events: object) -> AsyncIterator[ScriptedHos
 
 
 def main() -> int:
-    spec = importlib.util.spec_from_file_location("train_async", ROOT / "entrypoints" / "train_async.py")
-    assert spec is not None and spec.loader is not None
-    loop: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loop)
     asyncrl.driver.EngineHost = SimpleNamespace(start=scripted_host)  # type: ignore[assignment,misc]
     factory.make_trainer = partial(NamedTrainer, faults={(1, "train"): die_in_the_fifth_step})  # type: ignore[assignment]
-    return asyncrl.driver.run_job(loop.train)
+    return asyncrl.driver.run_job(load_loop("train_async").train)
 
 
 if __name__ == "__main__":

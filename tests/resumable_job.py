@@ -5,14 +5,12 @@ Runs in a process of its own; engine and trainer are in it too, so that one SIGK
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
 import threading
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +29,8 @@ from asyncrl.run_directory import RunDirectory
 from asyncrl.training.checkpoints.manifest import SavedLayout
 from asyncrl.training.checkpoints.saver import Written
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint
+from tests.loops import load_loop
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
-
-ENTRYPOINTS = Path(__file__).parents[1] / "entrypoints"
 
 
 class Deadly(EventLog):
@@ -111,10 +108,7 @@ def run_job(config: dict[str, Any], entrypoint: str, kill: tuple[int, float] | N
 
 
 async def _run(config: Config, entrypoint: str, kill: tuple[int, float] | None) -> None:
-    spec = importlib.util.spec_from_file_location(entrypoint, ENTRYPOINTS / f"{entrypoint}.py")
-    assert spec is not None and spec.loader is not None
-    loop: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loop)
+    loop = load_loop(entrypoint)
     dice = random.Random()
 
     def answer(request: dict[str, Any], number: int) -> Action:

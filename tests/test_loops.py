@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,9 +13,9 @@ from asyncrl.components import RolloutComponents
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.exit_protocol import StopRequest
+from tests.loops import load_loop
 
 pytestmark = pytest.mark.anyio
-ENTRYPOINTS = Path(__file__).parents[1] / "entrypoints"
 LOOPS = ["train", "train_async", "own_loop"]
 
 
@@ -56,10 +54,7 @@ async def run(
     **config: Any,
 ) -> list[str]:
     """Runs the loop; returns what it asked for after start-up (or since its beginning), in order."""
-    spec = importlib.util.spec_from_file_location(entrypoint, ENTRYPOINTS / f"{entrypoint}.py")
-    assert spec is not None and spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_loop(entrypoint)
     calls: list[str] = []
     stop = StopRequest()
     parts = Noted(calls, stop, stop_after)

@@ -1,4 +1,4 @@
-"""The shape of the package that no linter knows: which way imports point, how long a module may be."""
+"""The shape of the package that no linter knows: which way imports point, how long a module or a loop may be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "asyncrl"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "asyncrl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = {"errors", "config", "data", "run_directory"}
@@ -48,3 +49,9 @@ def test_imports_point_one_way(module: Path) -> None:
 def test_no_module_holds_two_ideas() -> None:
     too_long = {str(m): n for m in MODULES if (n := len(m.read_text().splitlines())) > 400}
     assert not too_long
+
+
+def test_a_loop_is_read_in_one_sitting() -> None:
+    loops = {loop.name: len(loop.read_text().splitlines()) for loop in (ROOT / "entrypoints").glob("*.py")}
+    assert loops.keys() >= {"train.py", "train_async.py", "own_loop.py"}
+    assert max(loops.values()) < 200, loops

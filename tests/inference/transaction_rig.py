@@ -147,6 +147,7 @@ async def rig(
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
+    vocab_size: int = 1 << 20,
     on_update: str = "retract",
     servers: Mapping[str, ScriptedServer] | None = None,
     transfer_s: float = PATIENT_S,
@@ -160,7 +161,7 @@ async def rig(
     def prepare(fleet: Fleet) -> None:
         fleet.host.servers |= servers or {}
         for engine in fleet.engines:
-            engine.latency, engine.slots = latency or engine.latency, slots
+            engine.latency, engine.slots, engine.vocab_size = latency or engine.latency, slots, vocab_size
 
     source = ThreadSource(tensors_of("base"))
     options: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 Elsewhere: a reward that hangs (test_rewards.py, test_survival.py), a function that blocks the loop and a silent
 engine (observability/test_watchdog.py), uneven groups and twice the same prompt (training/test_advantages.py), an
-evaluation that hangs (test_executor.py), kills and resumes (test_resume.py), temperatures (system/test_agreement.py),
-circuits and routers (inference/test_router.py).
+evaluation that hangs (test_evaluator.py), kills and resumes (test_resume.py), an evaluation right after a resume
+(test_whole_loops.py), temperatures (system/test_agreement.py), circuits and routers (inference/test_router.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The asynchronous loop from launch to summary: engines generate ahead of the trainer, within the bound."""
+"""The asynchronous loop from launch to summary: engines generate ahead of the trainer, within the bound.
+
+Weights are taken in place. That requests are retracted for them is what every other job here does.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ def test_engines_generate_ahead_and_every_group_is_accounted_for(
 ) -> None:
     recipe = write_recipe(tmp_path, tiny_models[0], steps=4, engine_url=shared_engine)
     options = ("--rollout.max_staleness", "1", "--rollout.max_new_tokens", "160", "--rollout.ignore_eos")
+    options += ("--weights.on_update", "in_place")
     code, output, started = run(recipe, *options, timeout_s=240, entry=TRAIN_ASYNC)
     assert code == 0, output
 

@@ -99,10 +99,38 @@ def attempt_of(recipe: Path, attempt: int, options: tuple[str, ...]) -> Iterator
         yield started
 
 
+def wait_for_moment(started: StartedJob, attempt: int, most_steps: int, dice: random.Random) -> str:
+    """Returns at the moment in which this attempt is to be killed, and says which it is.
+
+    The second attempt has just been started then, the third is in the midst of its resumption: the trainer has its
+    checkpoint, the engines have not been given its weights. Any other has trained some steps, and left a checkpoint.
+    """
+    if attempt == 2:
+        started.wait_for_event("trainer_resumed", START_S, attempt=attempt)
+        moment = "as its trainer has resumed"
+    elif attempt == 1:
+        time.sleep(delay_s := dice.uniform(0, 10))
+        moment = f"{delay_s:.1f} s after its start"
+    else:
+        more, delay_s = dice.randint(2, most_steps), dice.uniform(0, 1)
+        begun, moment = len(kinds(started, "step_finished")), f"{delay_s:.1f} s after {more} steps"
+        started.wait_for(moment, lambda: len(kinds(started, "step_finished")) >= begun + more, 900)
+        started.wait_for_event("checkpoint_written", 60)
+        time.sleep(delay_s)
+    begun_to_train = any(event["attempt"] == attempt for event in kinds(started, "loop_started"))
+    assert begun_to_train is (attempt not in (1, 2)), started.text()
+    return moment
+
+
 def exactly_once(directory: Path, model: Path, kills: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    """Kills a job so often, at random moments; holds what it trained against a job left alone. Returns the figures."""
+    """Kills a job so often, at random moments; holds what it trained against a job left alone. Returns the figures.
+
+    Its answers are short and its trainer takes a forward pass for each of them, so that finished groups wait for the
+    trainer whenever a checkpoint is written.
+    """
     dice, prompts = random.Random(seed), 16
-    options = ("--rollout.max_staleness", "1", "--run.if_exists", "resume", "--run.export", "false")
+    options = ("--rollout.max_staleness", "2", "--run.if_exists", "resume", "--run.export", "false")
+    options += ("--rollout.max_new_tokens", "4", "--train.max_tokens_per_microbatch", "5")
     checkpoint = "[checkpoint]\nevery = 2\n"
     for name in ("whole", "killed"):
         (directory / name).mkdir()
@@ -115,23 +143,16 @@ def exactly_once(directory: Path, model: Path, kills: int, steps: int, seed: int
     moments = []
     for attempt in range(kills):
         with attempt_of(recipe, attempt, options) as started:
-            if dice.random() < 0.2 and attempt:  # while it starts, or resumes
-                moment = f"{(delay_s := dice.uniform(0, 30)):.1f} s after its start"
-            else:
-                more, delay_s = dice.randint(1, max(1, steps // (3 * kills))), dice.uniform(0, 1)  # leaves steps to do
-                moment = f"{delay_s:.1f} s after {more} steps"
-                begun = len(kinds(started, "step_finished"))
-                started.wait_for(moment, lambda: len(kinds(started, "step_finished")) >= begun + more, 900)  # noqa: B023
-            time.sleep(delay_s)
+            moments.append(wait_for_moment(started, attempt, steps // (3 * kills), dice))  # leaves steps to do
             assert started.process.poll() is None, started.text()
             started.kill_all()
-            moments.append(moment)
     code, output, _ = run(recipe, *options, timeout_s=900, entry=TRAIN_ASYNC)
     assert code == 0, output
     killed = Told(started.run_dir / "events.jsonl")
     assert killed.groups == whole.groups, "a group was lost or trained twice"
     assert sorted(killed.trained) == sorted(whole.trained) == list(range(steps))
     assert killed.prompts == whole.prompts and killed.attempts == 1 + kills
+    assert killed.restored > 0, "no group that was finished, and not trained, came back"
     return {
         "kills": kills,
         "moments": moments,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -13,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.config import Config
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import WeightUpdateError
 from asyncrl.inference.engine_api import EngineClient
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import BucketFiller, FailureKind, Transport
-from asyncrl.weights.transports import broadcast
+from asyncrl.weights.transports import broadcast, make_transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
 from asyncrl.weights.transports.disk import DiskTransport
 from asyncrl.weights.transports.tensor import TensorTransport
@@ -124,6 +126,42 @@ async def test_every_engine_gets_every_byte_again_and_again(make: Make, source: 
             engine.engine.updates.clear()
     await transport.aclose()
     await transport.aclose()
+
+
+@pytest.fixture
+def make_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """The transport of a job; call with its kind and settings of the section `weights`."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # scripted engines join gloo groups
+
+    def make(kind: Literal["broadcast", "tensor", "disk"], **weights: Any) -> Transport:
+        config = Config.model_validate({"run": {"dir": tmp_path}, "weights": weights})
+        return make_transport(config, kind, open_engine=EngineClient.open)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ENDPOINTS)
+@pytest.mark.parametrize("on_update", ["retract", "in_place", "wait", "abort"])
+async def test_a_job_has_engines_empty_their_caches_unless_its_requests_keep_their_kv(
+    make_for: Make, source: ThreadSource, start: Start, kind: str, on_update: str
+) -> None:
+    engine, transport = await start(), make_for(kind, on_update=on_update)
+    result = await transport.transfer(source, endpoints([engine]))
+    assert not result.failures and ENDPOINTS[kind] in engine.engine.calls
+    assert engine.flushes[-1] is (on_update != "in_place")
+    await transport.aclose()
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "tensor"])
+@pytest.mark.parametrize(("bucket_mib", "messages"), [(1, 3), (2, 2)])
+async def test_buckets_of_a_job_are_as_large_as_it_asks_for(
+    make_for: Make, start: Start, kind: str, bucket_mib: int, messages: int
+) -> None:
+    engine, transport = await start(), make_for(kind, bucket_mib=bucket_mib)
+    with closing(ThreadSource({name: torch.zeros(1 << 18) for name in "abc"})) as source:
+        assert not (await transport.transfer(source, endpoints([engine]))).failures
+        assert engine.engine.calls.count(ENDPOINTS[kind]) == messages
+        await transport.aclose()
 
 
 async def test_small_tensors_share_a_message_and_large_ones_do_not(source: ThreadSource, start: Start) -> None:

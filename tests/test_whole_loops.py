@@ -1,0 +1,215 @@
+"""The loops over a real controller, publication and executor: what updates of the weights and a resume cost.
+
+Engines and their router are scripted. The trainer takes no time and checks what it is given; its weights are told apart
+by their version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.components import RolloutComponents
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.staleness import Bound, step_of
+from asyncrl.exit_protocol import StopRequest
+from asyncrl.observability.events import EventLog
+from asyncrl.rollout.executor import RolloutExecutor
+from asyncrl.weights.publication import PublicationReport
+from tests.inference.conftest import StartFleet, start_fleet
+from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
+from tests.loops import load_loop
+from tests.rollout.conftest import StartExecutor, anyio_backend, prompts, start_executor, tokenizer
+from tests.scripted import Latency
+from tests.told import Told
+
+pytestmark = pytest.mark.anyio
+__all__ = ["anyio_backend", "prompts", "start_executor", "start_fleet", "tokenizer"]  # fixtures
+
+GROUPS, SAMPLES = 3, 4
+"""Of a batch, and of a group, as the executor of `start_executor` has them."""
+Sections = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> EventLog:
+    return EventLog(tmp_path / "events.jsonl")
+
+
+class Trainer:
+    def __init__(
+        self, rig: Rig, executor: RolloutExecutor, config: Config, attempt: int, first: int, resumed: Any
+    ) -> None:
+        self.rig, self.executor = rig, executor
+        self.attempt, self.step, self.resumed = attempt, first, resumed
+        self.bound = Bound.of(config)
+        self.batches: list[RolloutBatch] = []
+        self.under_way: list[int] = []
+        """Samples that were being generated, as each batch was trained."""
+        self.saved: dict[int, Mapping[str, bytes]] = {}
+        """The executor's part of each checkpoint, by step."""
+
+    async def init(self) -> int:
+        return self.step
+
+    async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
+        assert rollout_id == self.step
+        self.bound.check(batch)
+        self.batches.append(batch)
+        self.under_way.append(self.executor.statistics().client.in_flight)
+        self.step += 1
+        return {}
+
+    async def update_weights(self, rollout_id: int | None = None) -> PublicationReport:
+        return await self.rig.publish(f"{self.attempt}.{self.step}")
+
+    async def save_checkpoint(self, rollout_id: int, extra: Mapping[str, bytes], *, wait: bool) -> None:
+        self.saved[self.step] = extra
+
+
+class Life:
+    """One attempt of a job."""
+
+    def __init__(self, rig: Rig, executor: RolloutExecutor, trainer: Trainer) -> None:
+        self.rig, self.executor, self.trainer = rig, executor, trainer
+        self.evaluated: list[tuple[int, str | None, bool]] = []
+        """(step, why it was skipped, whether all engines held the weights of that step)."""
+
+    def note_evaluation(self, step: int, accuracy: float | None, figures: object, skipped: str | None) -> None:
+        weights = tensors_of(f"{self.trainer.attempt}.{step}")
+        self.evaluated.append((step, skipped, all(holds(engine, weights) for engine in self.rig.fleet.engines)))
+
+    async def run(self, entrypoint: str, config: Config, events: EventLog, log: Path) -> None:
+        loop, trainer = load_loop(entrypoint), self.trainer
+
+        async def create_rollout_components(job: Any) -> RolloutComponents:
+            return RolloutComponents(self.rig.fleet.controller, self.executor, None)
+
+        async def create_train_group(job: Any, components: RolloutComponents) -> Trainer:
+            return trainer
+
+        loop.create_rollout_components, loop.create_train_group = create_rollout_components, create_train_group
+        record = SimpleNamespace(
+            phase=lambda name: nullcontext(),
+            note=lambda text: None,
+            start=lambda num_steps, first: None,
+            steps=trainer.step,
+            evaluated=self.note_evaluation,
+        )
+        record.step = lambda step, *rest: setattr(record, "steps", step)
+        job = SimpleNamespace(
+            config=config,
+            record=record,
+            stop=StopRequest(),
+            layout=SimpleNamespace(colocated=False),
+            run=SimpleNamespace(attempt=trainer.attempt, events=log),
+            events=events,
+            on_stop_now=[],
+        )
+        await loop.train(job)
+        assert self.rig.complaints() == []
+
+    def makers(self) -> dict[str, list[str]]:
+        """Sample id → the weights that really made each token of its last attempt, as the engines know it."""
+        made = [item for engine in self.rig.fleet.engines for item in engine.generation.makers.items()]
+        by_id = {rid.partition("-")[2]: versions for rid, versions in made}
+        return {rid.rpartition(".")[0]: by_id[rid] for rid in sorted(by_id)}
+
+
+@pytest.fixture
+def live(start_fleet: StartFleet, start_executor: StartExecutor, events: EventLog, tmp_path: Path) -> Any:
+    """Runs a whole attempt with these sections of the configuration, and yields what it left, its engines alive."""
+
+    @asynccontextmanager
+    async def live(
+        entrypoint: str, sections: Sections, *, attempt: int = 0, first: int = 0, resumed: Any = None
+    ) -> AsyncIterator[Life]:
+        sections = sections | {"run": {"export": False}}
+        config = Config.model_validate(sections)
+        latency = Latency(token_s=0.004)
+        async with (
+            rig(start_fleet, latency=latency, vocab_size=64, on_update=config.weights.on_update) as r,
+            start_executor(SimpleNamespace(url=r.fleet.controller.router_url), **sections) as executor,
+        ):
+            r.executor = executor
+            life = Life(r, executor, Trainer(r, executor, config, attempt, first, resumed))
+            await life.run(entrypoint, config, events, tmp_path / "events.jsonl")
+            yield life
+
+    return live
+
+
+def all_once(steps: int) -> dict[str, int]:
+    return {f"{ordinal:08d}": 1 for ordinal in range(steps * GROUPS)}
+
+
+@pytest.mark.parametrize(
+    ("on_update", "lives_through"), [("retract", True), ("in_place", True), ("wait", False), ("abort", False)]
+)
+async def test_weights_that_change_in_the_midst_of_generation_cost_no_sample_and_no_token_trains_beyond_the_bound(
+    live: Any, events: EventLog, on_update: str, lives_through: bool
+) -> None:
+    steps, max_staleness = 4, 1
+    sections: Sections = {
+        "rollout": {
+            "max_staleness": max_staleness,
+            "concurrency": 8,  # a batch takes a round and a half: the next one is always under way
+            "max_new_tokens": 30,
+            "request_retries": 0,
+        },
+        "weights": {"on_update": on_update},
+        "train": {"num_steps": steps},
+    }
+    async with live("train_async", sections) as life:
+        trainer, makers, client = life.trainer, life.makers(), life.executor.statistics().client
+
+    assert len(trainer.under_way) == steps and all(trainer.under_way[:-1]), "an update met no request"
+    assert client.failed == 0 and set(client.failed_attempts) == ({"aborted"} if on_update == "abort" else set())
+    assert Counter(group for batch in trainer.batches for group in batch.group_ids) == all_once(steps)
+    assert [batch.num_samples for batch in trainer.batches] == [GROUPS * SAMPLES] * steps
+    admitted = Counter(line["group_id"] for line in events.recent if line["kind"] == "group_admitted")
+    assert admitted == all_once(steps), "a group too many was begun"
+
+    trained = {sample_id for batch in trainer.batches for sample_id in batch.sample_ids}
+    assert any(len(set(makers[sample_id])) > 1 for sample_id in trained) is lives_through
+    for batch in trainer.batches:
+        for sample_id, spans in zip(batch.sample_ids, batch.versions, strict=True):
+            told = [step_of(span.version) or 0 for span in spans for _ in range(span.start, span.end)]
+            true = [step_of(version) or 0 for version in makers[sample_id]]
+            assert batch.rollout_id - max_staleness <= min(true) <= max(true) <= batch.rollout_id
+            assert all(a <= b for a, b in zip(told, true, strict=True)), "a token counts with weights that came later"
+            assert told == true or on_update == "in_place"
+
+
+@pytest.mark.parametrize("entrypoint", ["train", "train_async"])
+async def test_an_evaluation_right_after_a_resume_asks_the_resumed_weights_and_moves_no_prompt(
+    live: Any, events: EventLog, tmp_path: Path, entrypoint: str
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"{i}-1=", "answer": "no"}) + "\n" for i in range(5)))
+    sections: Sections = {"rollout": {"max_staleness": int(entrypoint == "train_async")}, "checkpoint": {"every": 2}}
+    async with live(entrypoint, sections | {"train": {"num_steps": 4}}) as killed:
+        [resumed, _] = (SimpleNamespace(extra=extra, path="there") for extra in killed.trainer.saved.values())
+    before = len(events.recent)
+
+    sections |= {"train": {"num_steps": 6}, "eval": {"data": {"source": str(held_out)}, "every": 1}}
+    async with live(entrypoint, sections, attempt=1, first=2, resumed=resumed) as life:
+        evaluated, makers = life.evaluated, life.makers()
+    assert evaluated == [(step, None, True) for step in range(2, 7)]
+    for step in range(2, 7):
+        made_by = [set(versions) for sample_id, versions in makers.items() if sample_id.startswith(f"e{step:07d}")]
+        assert made_by == [{f"1.{step}"}] * 5
+    kinds = [line["kind"] for line in events.recent[before:]]
+    assert kinds.index("evaluated") < kinds.index("group_admitted"), "it came first"
+
+    told = Told(tmp_path / "events.jsonl")  # a group has the same prompt in both attempts, else it says so
+    assert sorted(told.trained) == list(range(6)) and told.groups == all_once(6)
+    assert told.rolled_back == 2 * GROUPS
