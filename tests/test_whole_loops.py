@@ -74,6 +74,9 @@ class Trainer:
     async def save_checkpoint(self, rollout_id: int, extra: Mapping[str, bytes], *, wait: bool) -> None:
         self.saved[self.step] = extra
 
+    def statistics(self) -> Any:
+        return SimpleNamespace(step=self.step, checkpoint=SimpleNamespace(step=self.step), saving=None)
+
 
 class Life:
     """One attempt of a job."""
@@ -118,10 +121,13 @@ class Life:
         assert self.rig.complaints() == []
 
     def makers(self) -> dict[str, list[str]]:
-        """Sample id → the weights that really made each token of its last attempt, as the engines know it."""
+        """Sample id → the weights that really made each token, in all its attempts, as the engines know it."""
         made = [item for engine in self.rig.fleet.engines for item in engine.generation.makers.items()]
         by_id = {rid.partition("-")[2]: versions for rid, versions in made}
-        return {rid.rpartition(".")[0]: by_id[rid] for rid in sorted(by_id)}
+        makers: dict[str, list[str]] = {}
+        for rid in sorted(by_id):
+            makers.setdefault(rid.rpartition(".")[0], []).extend(by_id[rid])
+        return makers
 
 
 @pytest.fixture
@@ -152,7 +158,7 @@ def all_once(steps: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("on_update", "lives_through"), [("retract", True), ("in_place", True), ("wait", False), ("abort", False)]
+    ("on_update", "lives_through"), [("retract", True), ("in_place", True), ("wait", False), ("abort", True)]
 )
 async def test_weights_that_change_in_the_midst_of_generation_cost_no_sample_and_no_token_trains_beyond_the_bound(
     live: Any, events: EventLog, on_update: str, lives_through: bool
@@ -197,7 +203,9 @@ async def test_an_evaluation_right_after_a_resume_asks_the_resumed_weights_and_m
     held_out.write_text("".join(json.dumps({"prompt": f"{i}-1=", "answer": "no"}) + "\n" for i in range(5)))
     sections: Sections = {"rollout": {"max_staleness": int(entrypoint == "train_async")}, "checkpoint": {"every": 2}}
     async with live(entrypoint, sections | {"train": {"num_steps": 4}}) as killed:
-        [resumed, _] = (SimpleNamespace(extra=extra, path="there") for extra in killed.trainer.saved.values())
+        [resumed, _] = (
+            SimpleNamespace(extra=extra, path="there", step=step) for step, extra in killed.trainer.saved.items()
+        )
     before = len(events.recent)
 
     sections |= {"train": {"num_steps": 6}, "eval": {"data": {"source": str(held_out)}, "every": 1}}

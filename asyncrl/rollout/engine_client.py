@@ -204,6 +204,9 @@ class EngineClient:
                     if self._detokenize is not None and failure.partial is not None:
                         partial = partial or PartialRollout.begin(input_ids, sampling_params)
                         partial = partial.extended(failure.partial)
+                        if (end := partial.end) is not None:
+                            self._completed += 1
+                            return partial.whole(end, self._detokenize)
                     history, delay_s = self._policy.after(
                         history, failure.kind, self._random.random(), failure.retry_after_s
                     )
@@ -218,7 +221,7 @@ class EngineClient:
                     self._completed += 1
                     if partial is None or self._detokenize is None:
                         return generation
-                    return partial.finished(generation, self._detokenize)
+                    return partial.extended(generation).whole(generation.finish_reason, self._detokenize)
         finally:
             self._in_flight -= 1
 

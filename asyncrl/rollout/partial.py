@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.data.sample import VersionSpan
+from asyncrl.data.sample import FinishReason, VersionSpan
 from asyncrl.rollout.wire import Generation
 
 Detokenize = Callable[[NDArray[np.int32]], str]
@@ -41,33 +41,31 @@ class PartialRollout:
         return cls(input_ids, sampling_params, np.empty(0, np.int32), np.empty(0, np.float32), ())
 
     def extended(self, piece: Generation) -> PartialRollout:
-        """With what one attempt generated before it was aborted; at least one token is left to the next."""
+        """With what one more attempt generated."""
         sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
-        count = min(len(piece.output_ids), sampling["max_new_tokens"] - 1)
-        if count < 1:
-            return self
-        sampling["max_new_tokens"] -= count
-        ids = msgspec.json.encode(piece.output_ids[:count].tolist())
-        kept = [VersionSpan(s.version, s.start, min(s.end, count)) for s in piece.versions if s.start < count]
+        sampling["max_new_tokens"] -= len(piece.output_ids)
+        ids = msgspec.json.encode(piece.output_ids.tolist())
         return PartialRollout(
             msgspec.Raw(bytes(self.input_ids)[:-1] + b"," + ids[1:]),
             msgspec.Raw(msgspec.json.encode(sampling)),
-            np.concatenate([self.output_ids, piece.output_ids[:count]]),
-            np.concatenate([self.logprobs, piece.logprobs[:count]]),
-            self._with_spans(kept),
+            np.concatenate([self.output_ids, piece.output_ids]),
+            np.concatenate([self.logprobs, piece.logprobs]),
+            self._with_spans(piece.versions),
         )
 
-    def finished(self, rest: Generation, detokenize: Detokenize) -> Generation:
-        """The whole response, once an attempt came to its end. Its text is that of all tokens together, as a character
-        may be cut in two by an abort; without the token that stopped it, as the engine has it."""
-        output_ids = np.concatenate([self.output_ids, rest.output_ids])
-        return Generation(
-            output_ids=output_ids,
-            logprobs=np.concatenate([self.logprobs, rest.logprobs]),
-            finish_reason=rest.finish_reason,
-            versions=self._with_spans(rest.versions),
-            text=detokenize(output_ids[:-1] if rest.finish_reason == "stop" else output_ids),
-        )
+    @property
+    def end(self) -> FinishReason | None:
+        """How it ended, where the abort came with its last token; nothing is to be generated after that."""
+        sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
+        if len(self.output_ids) and int(self.output_ids[-1]) in sampling.get("stop_token_ids", ()):
+            return "stop"
+        return None if sampling["max_new_tokens"] > 0 else "length"
+
+    def whole(self, finish_reason: FinishReason, detokenize: Detokenize) -> Generation:
+        """The response, which has come to its end. Its text is that of all tokens together, as an abort may cut a
+        character in two; without the token that stopped it, as the engine has it."""
+        ids = self.output_ids[:-1] if finish_reason == "stop" else self.output_ids
+        return Generation(self.output_ids, self.logprobs, finish_reason, self.versions, detokenize(ids))
 
     def _with_spans(self, more: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
         """The spans so far, and those of the tokens that follow, counted on."""

@@ -156,6 +156,18 @@ async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
         assert generation.output_ids.tolist() == [1, 2, 3] and generation.text == "yes"
 
 
+async def test_what_was_aborted_with_its_last_token_is_whole() -> None:
+    async with (
+        scripted_engine(failing_first("abort", 9).script) as engine,
+        client_of(engine.url, detokenize=lambda ids: " ".join(map(str, ids))) as client,
+    ):
+        sampling = msgspec.Raw(b'{"max_new_tokens":8,"stop_token_ids":[3]}')
+        generation = await client.generate("00000000.000", PROMPT, sampling)
+        assert generation.output_ids.tolist() == [1, 2, 3] and generation.text == "1 2"
+        assert generation.finish_reason == "stop" and len(engine.requests) == 1
+        assert client.statistics().completed == 1
+
+
 async def test_what_was_aborted_under_weights_that_nobody_published_is_not_kept() -> None:
     def script(request: dict[str, object], number: int) -> Action:
         return Action(fault="abort", versions=(("default", 0, 3),)) if number == 0 else Action()

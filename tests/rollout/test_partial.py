@@ -54,7 +54,8 @@ def test_however_often_it_is_aborted_a_response_is_what_it_would_have_been(cuts:
         asked = msgspec.json.decode(partial.sampling_params)
         assert msgspec.json.decode(partial.input_ids) == [7, 8, *TOKENS[:end]]
         assert asked == msgspec.json.decode(sampling(len(TOKENS) - end)), "as much as is left, sampled as before"
-    whole = partial.finished(piece(TOKENS[edges[-2] :], versions[edges[-2] :], "length"), text_of)
+        assert partial.end is None
+    whole = partial.extended(piece(TOKENS[edges[-2] :], versions[edges[-2] :])).whole("length", text_of)
     alone = piece(TOKENS, versions, "length")
     assert whole.output_ids.tolist() == alone.output_ids.tolist() and whole.output_ids.dtype == np.int32
     assert whole.logprobs.tolist() == alone.logprobs.tolist() and whole.logprobs.dtype == np.float32
@@ -64,18 +65,21 @@ def test_however_often_it_is_aborted_a_response_is_what_it_would_have_been(cuts:
 
 @pytest.mark.parametrize(("finish", "text"), [("length", "10 11 3"), ("stop", "10 11")])
 def test_the_text_has_no_token_that_stopped_it(finish: FinishReason, text: str) -> None:
-    partial = PartialRollout.begin(PROMPT, sampling(5)).extended(piece((10,), "a"))
-    assert partial.finished(piece((11, 3), "aa", finish), text_of).text == text
+    partial = PartialRollout.begin(PROMPT, sampling(5)).extended(piece((10,), "a")).extended(piece((11, 3), "aa"))
+    assert partial.whole(finish, text_of).text == text
 
 
-def test_of_a_response_that_was_aborted_at_its_very_end_the_last_token_is_sampled_again() -> None:
-    """An engine that is asked for no token answers with none."""
-    partial = PartialRollout.begin(PROMPT, sampling(3)).extended(piece((10, 11, 12), "aab"))
-    assert msgspec.json.decode(partial.sampling_params)["max_new_tokens"] == 1
-    assert partial.output_ids.tolist() == [10, 11] and letters(partial.versions) == "aa"
-    assert partial.extended(piece((13,), "b")) is partial
-    whole = partial.finished(piece((14,), "b", "length"), text_of)
-    assert whole.output_ids.tolist() == [10, 11, 14] and letters(whole.versions) == "aab"
+@pytest.mark.parametrize(
+    ("tokens", "end"), [((10, 11), None), ((10, 11, 12), "length"), ((10, 3), "stop"), ((10, 11, 3), "stop")]
+)
+def test_an_abort_may_come_with_the_last_token(tokens: tuple[int, ...], end: FinishReason | None) -> None:
+    """An engine that is asked to go on after an end token would do so."""
+    assert PartialRollout.begin(PROMPT, sampling(3)).extended(piece(tokens, "a" * len(tokens))).end == end
+
+
+def test_nothing_ends_a_response_early_that_is_to_ignore_its_end_tokens() -> None:
+    params = SamplingParams(max_new_tokens=3, temperature=1.0, stop_token_ids=(3,), ignore_eos=True).encode()
+    assert PartialRollout.begin(PROMPT, params).extended(piece((10, 3), "aa")).end is None
 
 
 def test_ids_become_the_text_that_an_engine_makes_of_them(tokenizer: PolicyTokenizer) -> None:
