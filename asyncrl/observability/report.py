@@ -243,11 +243,13 @@ def _count(report: RunReport, event: Record) -> None:
             )
         )
     elif kind in _GROUPS:
-        report.groups[name := kind.removeprefix("groups_")] += len(ids := _names(event.get("group_ids")))
-        report.ends |= dict.fromkeys(ids, name) if name == "trained" else {}
+        what, group_ids = kind.removeprefix("groups_"), _names(event.get("group_ids"))
+        report.groups[what] += len(group_ids)
+        report.ends |= dict.fromkeys(group_ids if what == "trained" else (), what)
     elif kind in ("group_filtered", "group_dropped"):
-        report.groups[name := f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"] += 1
-        report.ends[str(event.get("group_id"))] = name
+        what = f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"
+        report.groups[what] += 1
+        report.ends[str(event.get("group_id"))] = what
     elif kind in ("group_admitted", "group_finished"):
         report.groups[kind.removeprefix("group_")] += 1
     elif kind == "request_failed":
