@@ -98,16 +98,17 @@ async def _is_saved(trainer: TrainGroup) -> bool:
 
 
 async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
-    """A signal has ended the loop: saves what was trained since the last checkpoint.
+    """A signal has ended the loop: saves what was trained since the last checkpoint, the step in progress included.
 
-    Not in the middle of a step, nor where the trainer is off its GPUs, nor where the last checkpoint took longer than
-    there is time for.
+    Not where the trainer is off its GPUs, nor where the last checkpoint took longer than there is time for.
     """
     now, patience_s = trainer.statistics(), job.config.run.stop_grace_s / 2
     if not job.config.checkpoint.every or now.failure is not None:
         return
-    problem = f"none was written within {patience_s:g} s"
+    problem = f"{now.thread.running or 'the trainer'} did not end within {patience_s:g} s"
     try:
+        components.rollout_executor.settle(await trainer.settle())
+        now, problem = trainer.statistics(), f"none was written within {patience_s:g} s"
         if await _is_saved(trainer):
             problem = ""
         elif job.layout.colocated:
@@ -118,7 +119,7 @@ async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: Trai
             extra = await components.rollout_executor.save()
             if await trainer.save_checkpoint(now.step - 1, extra, wait=True) is not None:
                 problem = ""
-    except AsyncRLError as error:  # the trainer is in the middle of a step, generation failed, ...
+    except AsyncRLError as error:  # the step in progress failed, generation failed, another trainer has a batch, ...
         problem = str(error)
     finally:
         if problem:

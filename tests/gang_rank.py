@@ -1,6 +1,7 @@
 """A rank of a whole job: everything is real but the engines, their router, and what the trainer computes.
 
-Under torchrun: `gang_rank.py @ recipe.toml`. Rank 1 kills itself in the fifth step of the first attempt.
+Under torchrun: `gang_rank.py @ recipe.toml`. Rank 1 kills itself in the fifth step of the first attempt. With
+STOP_IN_A_STEP in the environment, rank 0 gets a SIGTERM in the midst of its third step.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,12 +26,20 @@ from tests.scripted import Latency, ScriptedEngine, ScriptedHost, ScriptedRouter
 from tests.training.worlds import SPECS, ScriptedTrainer
 
 STEPS_BEFORE_DEATH = 4
+STEPS_BEFORE_STOP = 2
 
 
 def die_in_the_fifth_step(steps: list[None] = []) -> None:  # noqa: B006 - counts the calls of this process
     steps.append(None)
     if len(steps) > STEPS_BEFORE_DEATH and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_in_the_third_step(steps: list[None] = []) -> None:  # noqa: B006 - likewise
+    steps.append(None)
+    if len(steps) == STEPS_BEFORE_STOP + 1 and "STOP_IN_A_STEP" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
 
 
 class NamedTrainer(ScriptedTrainer):
@@ -52,7 +62,8 @@ async def scripted_host(logs: Path, events: object) -> AsyncIterator[ScriptedHos
 
 def main() -> int:
     asyncrl.driver.EngineHost = SimpleNamespace(start=scripted_host)  # type: ignore[assignment,misc]
-    factory.make_trainer = partial(NamedTrainer, faults={(1, "train"): die_in_the_fifth_step})  # type: ignore[assignment]
+    faults = {(1, "train"): die_in_the_fifth_step, (0, "train"): stop_in_the_third_step}
+    factory.make_trainer = partial(NamedTrainer, faults=faults)  # type: ignore[assignment]
     return asyncrl.driver.run_job(load_loop("train_async").train)
 
 

@@ -34,6 +34,8 @@ from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsTrained
 from asyncrl.rollout.ledger import Reached
 from asyncrl.training.checkpoints.saver import Written
+from asyncrl.training.statistics import TrainGroupStatistics
+from asyncrl.training.trainer_thread import TrainerThreadStatistics
 
 pytestmark = pytest.mark.anyio
 
@@ -66,6 +68,7 @@ class Noted:
 
         plain = {"set_weight_version": note, "set_eval_fleet": note, "updating": around}
         plain |= {"engines_paused": note, "engines_resumed": note}
+        plain |= {"settle": note} if self._name == "executor" else {}
         return (plain | {"wait_publication_needed": never, "fleet": lambda: SimpleNamespace(serves=True)}).get(
             method, call
         )
@@ -234,7 +237,7 @@ async def test_what_a_resumed_job_had_not_ended_in_its_checkpoint_is_rolled_back
     assert [(event["step"], event["group_ids"]) for event in told] == [(1, ["00000001", "00000002"])]
 
 
-IN_A_STEP = RolloutError("rollout 7 was delivered and not committed")
+WITH_THE_CRITIC = RolloutError("rollout 6 was delivered and not committed")
 
 
 @pytest.mark.parametrize(
@@ -247,13 +250,13 @@ IN_A_STEP = RolloutError("rollout 7 was delivered and not committed")
         (4, None, {}, ""),
         (7, None, {"every": 0}, ""),
         (7, None, {"failure": "rank 1 died"}, ""),
-        (7, None, {"save": IN_A_STEP}, str(IN_A_STEP)),
+        (7, None, {"save": WITH_THE_CRITIC}, str(WITH_THE_CRITIC)),
         (7, None, {"written": None}, "none was written within 6 s"),
         (7, None, {"colocated": True}, "engines have the GPUs of the trainer"),
         (7, None, {"saving": 6}, None),
     ],
 )
-async def test_a_job_that_a_signal_stops_between_two_steps_is_saved_if_there_is_something_to_save_and_time_for_it(
+async def test_a_job_that_a_signal_stops_is_saved_if_there_is_something_to_save_and_time_for_it(
     step: int, newest: Written | None, how: dict[str, Any], told: str | None
 ) -> None:
     """`told`: None where it is saved, else why not; empty where nothing need be said."""
@@ -266,17 +269,18 @@ async def test_a_job_that_a_signal_stops_between_two_steps_is_saved_if_there_is_
         checkpoint=CheckpointConfig(every=how.get("every", 3)), run=SimpleNamespace(stop_grace_s=12)
     )
     executor: Any = Noted("executor", calls, save=how.get("save", {}))
-    trainer: Any = Noted("trainer", calls, save_checkpoint=how.get("written", "PATH"))
+    trainer: Any = Noted("trainer", calls, save_checkpoint=how.get("written", "PATH"), settle=step)
     trainer.resumed = SimpleNamespace(step=4, path="PATH", extra={})
-    trainer.statistics = lambda: SimpleNamespace(
-        step=step, failure=how.get("failure"), checkpoint=newest, saving=how.get("saving")
-    )
+    thread = TrainerThreadStatistics(None, None, 0)
+    trainer.statistics = lambda: TrainGroupStatistics(thread, step, how.get("failure"), newest, how.get("saving"))
     parts = RolloutComponents(Noted("engines", calls), executor, None)  # type: ignore[arg-type]
     await resume(job, parts, trainer, 4)
     notes.clear()
     [keep] = job.on_stop_now
     await keep()
     assert ("trainer.save_checkpoint 6 {} wait" in calls) == (told is None or "written" in how)
+    if told is None:
+        assert calls[-4:-1] == ["trainer.settle", f"executor.settle {step}", "executor.save"]
     assert notes == ([f"stopped without a checkpoint of step 7: {told}"] if told else [])
 
 
@@ -284,13 +288,15 @@ class Saving(Noted):
     """A trainer after 7 steps; the checkpoint of `saving` is being written, and `ends` in some way once waited for."""
 
     def __init__(self, calls: list[str], saving: int | None = None, newest: int | None = None, ends: str = "") -> None:
-        super().__init__("trainer", calls, save_checkpoint="PATH", update_weights=SimpleNamespace(version="0.7"))
+        version = SimpleNamespace(version="0.7")
+        super().__init__("trainer", calls, save_checkpoint="PATH", update_weights=version, settle=7)
         self.saving, self.newest, self._ends = saving, newest, ends
         self.resumed: Any = SimpleNamespace(step=4, path="PATH", extra={})
 
     def statistics(self) -> Any:
         newest = None if self.newest is None else Written(self.newest, 99.0)
-        return SimpleNamespace(step=7, failure=None, checkpoint=newest, saving=self.saving)
+        thread = TrainerThreadStatistics("training on rollout 7", 0.0, 0)
+        return TrainGroupStatistics(thread, 7, None, newest, self.saving)
 
     async def finish_checkpoint(self) -> None:
         self._calls.append("trainer.finish_checkpoint")
@@ -312,7 +318,6 @@ class Saving(Noted):
 async def test_a_signal_that_finds_the_checkpoint_of_the_last_step_half_written_has_it_finished_and_not_begun_again(
     ends: str, saved: bool, told: list[str]
 ) -> None:
-    """A batch may be with the trainer by then: that spoils the next checkpoint and not this one."""
     calls: list[str] = []
     notes: list[str] = []
     job = a_job(False)
@@ -328,8 +333,25 @@ async def test_a_signal_that_finds_the_checkpoint_of_the_last_step_half_written_
     with anyio.move_on_after(0.05):
         await keep()
     again = ["executor.save", "trainer.save_checkpoint 6 {} wait"] if saved else []
-    assert calls == ["trainer.finish_checkpoint", *again]
+    assert calls == ["trainer.settle", "executor.settle 7", "trainer.finish_checkpoint", *again]
     assert notes == told
+
+
+async def test_a_step_that_outlasts_the_time_for_it_is_what_a_stopped_job_names() -> None:
+    notes: list[str] = []
+    job = a_job(False)
+    job.record.note = notes.append
+    job.run = SimpleNamespace(attempt=0)
+    job.config = SimpleNamespace(checkpoint=CheckpointConfig(every=3), run=SimpleNamespace(stop_grace_s=0.1))
+    trainer: Any = Saving([])
+    trainer.settle = anyio.sleep_forever
+    parts = RolloutComponents(Noted("engines", []), Noted("executor", [], save={}), None)  # type: ignore[arg-type]
+    await resume(job, parts, trainer, 4)
+    notes.clear()
+    [keep] = job.on_stop_now
+    with anyio.move_on_after(0.05):
+        await keep()
+    assert notes == ["stopped without a checkpoint of step 7: training on rollout 7 did not end within 0.05 s"]
 
 
 @pytest.mark.parametrize(

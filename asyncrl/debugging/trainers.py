@@ -64,6 +64,9 @@ class NoTrainer:
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         return {}
 
+    async def settle(self) -> int:
+        return 0
+
     async def save_checkpoint(
         self, rollout_id: int, extra: Mapping[str, bytes] | None = None, *, wait: bool = False
     ) -> None: ...

@@ -46,12 +46,11 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.admission import Limits
 from asyncrl.rollout.collection import FirstBatchCheck
 from asyncrl.rollout.connection import Connection, Connections
-from asyncrl.rollout.engine_client import ClientStatistics
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.events import RewardFailed
+from asyncrl.rollout.events import GroupsTrained, RewardFailed
 from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.ledger import TRAINER, GroupState, Ledger, Reached
+from asyncrl.rollout.ledger import TRAINER, Ledger, Reached
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
 from asyncrl.rollout.production import Issue, Production
 from asyncrl.rollout.rewards.pool import ProcessHost
@@ -59,30 +58,12 @@ from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sampling
 from asyncrl.rollout.saved_rollout import SavedRollout, decode_rollout, encode_rollout, made_with
+from asyncrl.rollout.statistics import ExecutorStatistics
 from asyncrl.rollout.wire import SamplingParams
 
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorStatistics:
-    """A snapshot."""
-
-    groups: Mapping[GroupState, int]
-    """Groups by state, over the whole attempt."""
-    drop_reasons: Mapping[str, int]
-    client: ClientStatistics
-    aborted_requests: int
-    """Requests that engines were told to end, since nobody waited for them any more."""
-    concurrency: int
-    """Most requests in flight, as of now."""
-    engines_paused_s: float
-    """Seconds in which no deadline of a request ran."""
-    reward_failures: Mapping[str, int]
-    dropped_overlong: int
-    """Prompts left out of the data because they leave no room for a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +260,17 @@ class RolloutExecutor:
     async def commit(self, rollout_id: int, trainer: str = TRAINER) -> None:
         """`trainer` has trained the batch. RolloutError when it never got it, or committed it before."""
         if (trained := self._ledger.commit(rollout_id, trainer)) is not None:
-            self._events.emit(trained)
+            self._trained(trained)
+
+    def settle(self, step: int, trainer: str = TRAINER) -> None:
+        """The job ends, with `step` batches trained by `trainer`: a batch that is with it is committed or taken back.
+
+        So that `save` holds at any time. Groups of a batch that was taken back are generated again after a `restore`.
+        """
+        trained, again = self._ledger.settle(step, trainer)
+        for event in trained:
+            self._trained(event)
+        self._started.production.take_back(again)
 
     async def save(self) -> dict[str, bytes]:
         """Files for a checkpoint of the trainer as it is between a `commit` and the next `get`.
@@ -374,6 +365,10 @@ class RolloutExecutor:
     def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
         return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where)
+
+    def _trained(self, trained: GroupsTrained) -> None:
+        self._started.production.committed(trained.group_ids)
+        self._events.emit(trained)
 
     async def _generate(self, issue: Issue, on_started: Callable[[], None]) -> SampleGroup:
         def on_scored(sample: Sample) -> None:

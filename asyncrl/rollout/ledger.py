@@ -3,6 +3,8 @@
     admitted → running → finished → delivered(rollout) → trained
         └─────────┴──────────┴───────────┴─→ filtered(reason) | dropped(reason)
 
+    (An end of the job may find a batch delivered that was not begun to be trained: its groups are admitted again.)
+
 Invariants
 - A group is admitted once per attempt of the job and ends once: trained, filtered or dropped.
 - Each trainer gets a rollout id once, and commits it once after that. All trainers get the same groups, which are
@@ -120,6 +122,27 @@ class Ledger:
         self._ended.update({GroupState(state): count for state, count in ended.items()})
         self.drop_reasons.update(drop_reasons)
         return GroupsRestored(group_ids=tuple(finished))
+
+    def settle(self, step: int, trainer: str) -> tuple[tuple[GroupsTrained, ...], tuple[str, ...]]:
+        """The job ends, and `trainer` has trained all batches before that of `step` and no other.
+
+        Commits those for it; what it got and did not train is admitted again, unless another trainer trained it.
+        Returns the events of what has ended, and the groups that were admitted again.
+        """
+        mine = [rollout_id for rollout_id, delivery in self._delivered.items() if trainer in delivery.to_commit]
+        ended = [
+            self.commit(rollout_id, trainer)
+            for rollout_id in mine
+            if rollout_id < step and trainer not in self._delivered[rollout_id].to_get
+        ]
+        again: list[str] = []
+        for rollout_id, delivery in list(self._delivered.items()):
+            if rollout_id >= step and delivery.to_commit == self._trainers:
+                del self._delivered[rollout_id]
+                again += delivery.group_ids
+        for group_id in again:
+            self._move(group_id, GroupState.DELIVERED, GroupState.ADMITTED)
+        return tuple(trained for trained in ended if trained is not None), tuple(again)
 
     def check_all_committed(self) -> None:
         """Raises RolloutError where a batch is with the trainer: nobody knows yet whether it was trained."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -106,6 +106,8 @@ class Production:
         self._starting: set[str] = set()
         """Groups that were admitted, and have no request under way yet."""
         self._scopes: dict[str, anyio.CancelScope] = {}
+        self._taken: dict[str, Issue] = {}
+        """Of batches that are not committed."""
         self._finished: dict[str, SampleGroup] = {}
         self._failure: AsyncRLError | None = None
         self._taking: int | None = None
@@ -177,6 +179,15 @@ class Production:
             for group_id in list(self._live):
                 self._remove(group_id, "its rollout was not delivered")
             self._wake()
+
+    def committed(self, group_ids: Iterable[str]) -> None:
+        """These groups were taken, and trained."""
+        for group_id in group_ids:
+            del self._taken[group_id]
+
+    def take_back(self, group_ids: Iterable[str]) -> None:
+        """The job ends, and these groups were taken and not trained: `save` says that they are to be issued again."""
+        self._live = {group_id: self._taken.pop(group_id) for group_id in group_ids} | self._live
 
     def save(self) -> tuple[tuple[tuple[Issue, SampleGroup], ...], tuple[Issue, ...]]:
         """Groups that wait for a batch, and those that are to be issued again if the process ends now.
@@ -344,8 +355,7 @@ class Production:
             self._drop(group_id, "straggler: not finished at its deadline, issued again")
             self._issue_again(issue)
         epoch = self._live[batch.groups[0]].epoch
-        for group_id in batch.groups:
-            del self._live[group_id]
+        self._taken.update((group_id, self._live.pop(group_id)) for group_id in batch.groups)
         taken = tuple(self._finished.pop(group_id) for group_id in batch.groups)
         self._collection = self._new_collection()
         self._wake()

@@ -1,59 +1,44 @@
 """TrainGroup: the trainer as the loop sees it, over any number of ranks.
 
-Each call becomes one command that every rank executes; rank 0 does so in the trainer thread. The call ends when
-every rank has answered over its link (rank_link.py), not when some collective says so.
+Each call becomes one command that every rank executes (ranks.py).
 
 Invariants
-- Commands run one after another on all ranks in the same order, whoever cancels or gives up meanwhile.
-- The first failure of any rank ends the waiting call within seconds, with a TrainerError that names the rank; from
-  then on every call raises it at once. A failure while nobody waits ends the task group.
-- A rank that died is blamed before the ranks whose collectives broke because of it; where nobody died, what rank 0
-  itself has to say comes first: it knows where things were written.
+- A step that was begun is trained, whoever gives up waiting for it; `settle` says whether it was.
 - A weight transfer that fails is no failure of a rank: the export was walked to its end everywhere.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import anyio
 import anyio.abc
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import AsyncRLError, TrainerError, WeightUpdateError
+from asyncrl.errors import WeightUpdateError
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.waits import waiting
 from asyncrl.training import commands
 from asyncrl.training.checkpoints.restoring import saved_tensors
 from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
-from asyncrl.training.command_channel import CommandChannel
-from asyncrl.training.commands import Command, ExportOutcome, RankState, Result, TrainerFactory
-from asyncrl.training.events import TrainerRankFailed, TrainerReady, TrainerResumed, TrainerStepped
-from asyncrl.training.failures import blame, error_of, error_of_hung, tried
-from asyncrl.training.rank import RankEnvironment, join_as_rank_zero
-from asyncrl.training.rank_link import LinkAddress, LinkServer, RankFailure, describe
+from asyncrl.training.commands import Command, ExportOutcome, RankState, TrainerFactory
+from asyncrl.training.events import TrainerReady, TrainerResumed, TrainerStepped
+from asyncrl.training.failures import tried
+from asyncrl.training.rank import RankEnvironment
+from asyncrl.training.ranks import SHUTDOWN_TIMEOUT_S, Ranks
 from asyncrl.training.statistics import TrainGroupStatistics
-from asyncrl.training.trainer_thread import Job, TrainerThread
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import Fleet, PublicationReport, longest_begin_s, publish
 from asyncrl.weights.transfer import Sink, Transport
 
 T = TypeVar("T")
-
-BLAME_GRACE_S = 0.5
-"""How long a failure waits for news of a rank that died and caused it."""
-STACK_TIMEOUT_S = 2.0
-SHUTDOWN_TIMEOUT_S = 5.0
 
 
 class TrainGroup:
@@ -81,29 +66,24 @@ class TrainGroup:
         environment: RankEnvironment | None = None,
     ) -> None:
         self._config = config
-        self._task_group = task_group
         self._events = events
         self._fleet = fleet
         self._transport = transport
         self._copies = copies
-        self._environment = environment or RankEnvironment.from_environ()
-        self._thread = TrainerThread()
+        self._environment = environment = environment or RankEnvironment.from_environ()
         self._bound = Bound.of(config)
-        layout = self._environment.layout(config)
+        layout = environment.layout(config)
         self._checkpoints = CheckpointSaver(
             config, layout, events=events, task_group=task_group, first_attempt=first_attempt
         )
-        self._state = RankState(config, layout, make_trainer, self._checkpoints.report)
-        self._link = LinkServer(range(1, layout.world_size), self._wake, self._checkpoints.wrote)
-        self._serving: list[anyio.CancelScope] = []
-        self._channel: CommandChannel | None = None
-        self._changed = anyio.Event()
-        self._seq = 0
-        self._waiters = 0
+        state = RankState(config, layout, make_trainer, self._checkpoints.report)
+        self._ranks = Ranks(
+            config, environment, state, task_group=task_group, events=events, wrote=self._checkpoints.wrote
+        )
         self._step = 0
+        self._executed: TrainerStepped | None = None
+        """A step of the loop that rank 0 has trained, and that is not counted yet."""
         self._specs: tuple[TensorSpec, ...] = ()
-        self._failure: AsyncRLError | None = None
-        self._thread_failure: BaseException | None = None
         self._disposed = False
         self.resumed: SavedCheckpoint | None = None
         """What `init` began from, with the files that others had added; None where it began from the model."""
@@ -117,14 +97,10 @@ class TrainGroup:
         """
         started = time.monotonic()
         timeout_s = self._config.train.init_timeout_s
-        address = await self._serve_links()
-        what = "joining the process groups"
-        join = partial(join_as_rank_zero, self._environment, self._config, address)
-        joining = self._thread.submit(join, what=what, on_done=self._job_done)
-        self._channel = await self._await(joining, seq=-1, what=what, timeout_s=timeout_s)
+        await self._ranks.join(timeout_s)
         resumed = await self._checkpoints.resume()
         init = commands.Init(str(self._config.run.dir), None if resumed is None else str(resumed.path))
-        specs = await self._run(init, "building the trainer", timeout_s)
+        specs = await self._ranks.run(init, "building the trainer", timeout_s)
         self._specs = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
@@ -148,12 +124,19 @@ class TrainGroup:
         """
         return await self._train(rollout_id, commands.TrainSft(lr), batch)
 
+    async def settle(self) -> int:
+        """Waits for the step that its caller gave up, if there is one; returns how many are trained then."""
+        settled = "the end of the step in progress"
+        await self._ranks.call(lambda: None, what=settled, timeout_s=self._config.train.step_timeout_s)
+        self._count()
+        return self._step
+
     async def reset_optimizer(self) -> None:
-        await self._run(commands.ResetOptimizer(), "resetting the optimizer")
+        await self._ranks.run(commands.ResetOptimizer(), "resetting the optimizer")
 
     async def logprobs(self, batch: RolloutBatch) -> Tensor:
         """float32 [R]: the policy's log-prob of each response token, at the batch's temperature."""
-        return cast(Tensor, await self._run(commands.Logprobs(), "computing log-probs", batch=batch))
+        return cast(Tensor, await self._ranks.run(commands.Logprobs(), "computing log-probs", batch=batch))
 
     async def update_weights(self, rollout_id: int | None = None) -> PublicationReport | None:
         """Publishes the present weights to the fleet as version `attempt.step`; `rollout_id` is the last one trained.
@@ -176,7 +159,7 @@ class TrainGroup:
 
     async def export_hf(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory, all at once or not at all."""
-        await self._run(commands.ExportHf(str(directory)), f"exporting to {directory}")
+        await self._ranks.run(commands.ExportHf(str(directory)), f"exporting to {directory}")
 
     async def save_model(self, rollout_id: int) -> Path:
         """Writes the policy after rollout `rollout_id` under the run directory; weights only, no optimizer state."""
@@ -193,9 +176,13 @@ class TrainGroup:
         with a warning, for a checkpoint that could not be begun, as where the former one is still being written.
         With `wait`, waits for the former one first and then for this one: None means that it was not written.
         """
+
+        def copy(number: int, staging: Path) -> Awaitable[object]:
+            return self._ranks.run(commands.SaveCheckpoint(number, str(staging)), "copying the state")
+
         return await self._checkpoints.save(
             rollout_id + 1,
-            lambda number, directory: self._run(commands.SaveCheckpoint(number, str(directory)), "copying the state"),
+            copy,
             tensors=saved_tensors(self._specs),
             extra=extra or {},
             wait=wait,
@@ -207,19 +194,19 @@ class TrainGroup:
 
     async def offload(self, *, keep_weights: bool = False) -> None:
         """Frees the GPUs of the trainer, except for the weights where they are still to be published or exported."""
-        await self._run(commands.Offload(keep_weights), "offloading the trainer")
+        await self._ranks.run(commands.Offload(keep_weights), "offloading the trainer")
 
     async def onload(self) -> None:
         """Undoes `offload`, before the next training step or export."""
-        await self._run(commands.Onload(), "loading the trainer back")
+        await self._ranks.run(commands.Onload(), "loading the trainer back")
 
     async def clear_memory(self) -> None:
-        await self._run(commands.ClearMemory(), "clearing memory")
+        await self._ranks.run(commands.ClearMemory(), "clearing memory")
 
     def statistics(self) -> TrainGroupStatistics:
-        failure = None if self._failure is None else str(self._failure)
+        failure = None if self._ranks.failure is None else str(self._ranks.failure)
         saved, saving = self._checkpoints.newest, self._checkpoints.saving
-        return TrainGroupStatistics(self._thread.statistics(), self._step, failure, saved, saving)
+        return TrainGroupStatistics(self._ranks.thread, self._step, failure, saved, saving)
 
     async def dispose(self) -> None:
         """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""
@@ -229,21 +216,10 @@ class TrainGroup:
         with anyio.CancelScope(shield=True):
             if self._transport is not None:
                 await tried("closing the weight transport", self._transport.aclose, SHUTDOWN_TIMEOUT_S)
-            if self._channel is not None and self._failure is None and not self._link.failures:
+            if self._ranks.unbroken:
                 await tried("the checkpoint in progress", self._checkpoints.finish, SHUTDOWN_TIMEOUT_S)
-                self._link.expect_leave()
-                await tried("the end of the trainer ranks", self._leave, SHUTDOWN_TIMEOUT_S)
-            await tried("telling the trainer ranks", lambda: self._link.end(timeout_s=1.0), 2.0)
-        self._thread.close()
+            await self._ranks.end()
         self._checkpoints.close()
-        for scope in self._serving:
-            scope.cancel()
-
-    async def _leave(self) -> None:
-        await self._run(commands.Shutdown(), "shutting down", SHUTDOWN_TIMEOUT_S)
-        await self._thread.call(
-            dist.destroy_process_group, what="leaving the process groups", timeout_s=SHUTDOWN_TIMEOUT_S
-        )
 
     # the weight plane's view (asyncrl.weights.transfer.WeightSource)
 
@@ -252,147 +228,33 @@ class TrainGroup:
         return self._specs
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
-        self._check()
-        try:
-            return await self._thread.call(function, *args, what=what, timeout_s=timeout_s)
-        except TimeoutError as error:
-            raise TrainerError(f"trainer rank 0: {error}; it is at:\n{self._thread.stack()}".rstrip()) from error
+        return await self._ranks.call(function, *args, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
-        outcome = await self._run(commands.ExportTensors(), "exporting the weights", timeout_s, sink=sink)
+        outcome = await self._ranks.run(commands.ExportTensors(), "exporting the weights", timeout_s, sink=sink)
         assert isinstance(outcome, ExportOutcome)
         if outcome.sink_error is not None:
             raise outcome.sink_error
 
-    # commands
+    # steps
 
     async def _train(self, rollout_id: int | None, command: Command, batch: RolloutBatch) -> dict[str, float]:
         """Has every rank train; counts the step where it is one of the loop."""
         what = "a supervised step" if rollout_id is None else f"training on rollout {rollout_id}"
         started = time.monotonic()
-        metrics = cast(dict[str, float], await self._run(command, what, batch=batch))
-        if rollout_id is not None:
-            self._step, seconds = rollout_id + 1, time.monotonic() - started
-            self._events.emit(TrainerStepped(rollout_id=rollout_id, step=self._step, seconds=seconds))
-        return metrics
 
-    async def _run(
-        self,
-        command: Command,
-        what: str,
-        timeout_s: float | None = None,
-        *,
-        batch: RolloutBatch | None = None,
-        sink: Sink | None = None,
-    ) -> Result:
-        """Has every rank execute `command`; returns rank 0's result."""
-        self._check()
-        channel = self._channel
-        if channel is None:
-            raise TrainerError("the trainer was not initialised: await init() first")
-        self._seq += 1
-        seq = self._seq
+        def executed() -> None:
+            self._count()  # one that was given up, and another begun
+            if rollout_id is not None:
+                seconds = time.monotonic() - started
+                self._executed = TrainerStepped(rollout_id=rollout_id, step=rollout_id + 1, seconds=seconds)
 
-        def execute() -> Result:
-            if self._thread_failure is not None:  # of a command that was abandoned while it ran
-                raise self._thread_failure
-            try:
-                channel.send(seq, command, batch)
-                return self._state.execute(command, batch, sink)
-            except BaseException as error:
-                self._thread_failure = error
-                raise
+        metrics = await self._ranks.run(command, what, batch=batch, on_executed=executed)
+        self._count()
+        return cast(dict[str, float], metrics)
 
-        job = self._thread.submit(execute, what=what, on_done=self._job_done)
-        return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
-
-    async def _await(self, job: Job[T], seq: int, what: str, timeout_s: float) -> T:
-        """Until rank 0 and every other rank have finished command `seq`, or one failed, or time is up."""
-        self._waiters += 1
-        try:
-            with waiting(what, "trainer", timeout_s):
-                while not self._link.failures and not (job.done and self._all_done(seq)):
-                    if job.done and job.exception is not None:
-                        break
-                    await self._changed.wait()
-        except TimeoutError as error:
-            hung = await self._fail_hung(job, seq, what, timeout_s)
-            job.abandon()
-            raise hung from error
-        except BaseException:
-            job.abandon()
-            raise
-        else:
-            if self._link.failures or job.exception is not None:
-                raise await self._fail(job, what)
-            return job.result()
-        finally:
-            self._waiters -= 1
-
-    def _all_done(self, seq: int) -> bool:
-        return all(done >= seq for done in self._link.done.values())
-
-    async def _fail(self, job: Job[Any], what: str) -> AsyncRLError:
-        """The failure to report, once there was time to hear of a rank that died, or of rank 0's own view."""
-        with anyio.move_on_after(BLAME_GRACE_S if self._environment.world_size > 1 else 0):
-            while not any(f.died for f in self._link.failures):
-                await self._changed.wait()
-        if not job.done:
-            job.abandon()
-        blamed, error = blame(self._link.failures, job.exception if job.done else None, what)
-        return self._break(blamed, what, error)
-
-    async def _fail_hung(self, job: Job[Any], seq: int, what: str, timeout_s: float) -> AsyncRLError:
-        """Names the ranks that did not finish, and where they are."""
-        await self._link.ask_stacks(STACK_TIMEOUT_S)
-        hung = {rank: self._link.stacks.get(rank) for rank, done in self._link.done.items() if done < seq}
-        blamed = next(iter(hung), 0)
-        if not job.done:
-            hung = {0: self._thread.stack(), **hung}
-        return self._break(RankFailure(blamed, "hangs", what), what, error_of_hung(hung, what, timeout_s))
-
-    def _break(self, failure: RankFailure, what: str, error: AsyncRLError) -> AsyncRLError:
-        if self._failure is None:
-            self._failure = error
-            self._events.emit(TrainerRankFailed(rank=failure.rank, command=what, reason=str(failure)))
-        return self._failure
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._link.failures:
-            blamed = self._link.failures[0]
-            raise self._break(blamed, "idle", error_of(blamed, "idle"))
-
-    # links
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
-
-    def _job_done(self, job: Job[Any]) -> None:
-        if job.abandoned and job.exception is not None:
-            failure = describe(0, job.exception)
-            self._break(failure, job.what, error_of(failure, job.what))
-        self._wake()
-
-    async def _serve_links(self) -> LinkAddress | None:
-        if self._environment.world_size == 1:
-            return None
-        address: LinkAddress = await self._task_group.start(self._links)
-        self._task_group.start_soon(self._watch)
-        return address
-
-    async def _links(self, *, task_status: anyio.abc.TaskStatus[LinkAddress]) -> None:
-        with anyio.CancelScope() as scope:
-            self._serving.append(scope)
-            await self._link.serve(self._environment.link_host, task_status=task_status)
-
-    async def _watch(self) -> None:
-        """Raises the failure of a rank into the task group when no call is there to raise it."""
-        with anyio.CancelScope() as scope:
-            self._serving.append(scope)
-            while True:
-                await self._changed.wait()
-                if self._waiters == 0 and self._failure is None:
-                    self._check()
+    def _count(self) -> None:
+        """The step that was executed, and that other ranks have executed or will before any later command."""
+        if (stepped := self._executed) is not None:
+            self._executed, self._step = None, stepped.step
+            self._events.emit(stepped)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import Event, EventLog
 from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsRolledBack, GroupsTrained
-from asyncrl.rollout.ledger import GroupState, Ledger, LedgerError, Reached, group_id_of, rolled_back
+from asyncrl.rollout.ledger import TRAINER, GroupState, Ledger, LedgerError, Reached, group_id_of, rolled_back
 
 
 def test_several_trainers_get_and_commit_the_same_batch_each_for_itself() -> None:
@@ -40,6 +40,35 @@ def test_several_trainers_get_and_commit_the_same_batch_each_for_itself() -> Non
     for trainer in ("actor", "critic"):
         with pytest.raises(RolloutError, match="rollout 0 was already committed"):
             ledger.check_deliverable(0, trainer)
+
+
+def with_the_actor(*rollout_ids: int) -> Ledger:
+    """Each batch is of one group; the actor has got these, and trained none."""
+    ledger = Ledger(("actor", "critic"))
+    for rollout_id in rollout_ids:
+        ledger.admit(G[rollout_id], "p", 0)
+        ledger.run(G[rollout_id])
+        ledger.finish(G[rollout_id], 2, 0)
+        ledger.deliver(rollout_id, [G[rollout_id]], "actor")
+    return ledger
+
+
+def test_where_one_of_several_trainers_ends_the_books_of_the_others_stay_open() -> None:
+    ledger = with_the_actor(0, 1, 2)
+    ledger.share(0, "critic")
+    ledger.share(1, "critic")
+    ledger.commit(0, "critic")
+    ledger.commit(1, "critic")
+    trained, again = ledger.settle(1, "actor")
+    assert [event.rollout_id for event in trained] == [0] and again == (G[2],), "1 is in what the critic has learnt"
+    assert ledger.settle(1, "actor") == ((), ())
+    with pytest.raises(RolloutError, match="rollout 1 was delivered and not committed"):
+        ledger.check_all_committed()
+
+    ledger = with_the_actor(0)
+    assert ledger.settle(1, "actor") == ((), ()), "the critic did not even get it"
+    with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
+        ledger.check_all_committed()
 
 
 class LedgerModel(RuleBasedStateMachine):
@@ -104,6 +133,19 @@ class LedgerModel(RuleBasedStateMachine):
         trained = self.ledger.commit(rollout)
         assert trained is not None and trained.group_ids == groups
         self.set(groups, GroupState.TRAINED)
+
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        step = data.draw(st.integers(0, self.rollouts))
+        done = [rollout for rollout in self.delivered if rollout < step]
+        open_ = [rollout for rollout in self.delivered if rollout >= step]
+        ended, again = self.ledger.settle(step, TRAINER)
+        assert [(event.rollout_id, event.group_ids) for event in ended] == [(r, self.delivered[r]) for r in done]
+        assert again == tuple(group for rollout in open_ for group in self.delivered[rollout])
+        self.set([group for rollout in done for group in self.delivered[rollout]], GroupState.TRAINED)
+        self.set(again, GroupState.ADMITTED)
+        self.delivered.clear()
+        self.ledger.check_all_committed()
 
     @rule()
     def end_the_job(self) -> None:

@@ -216,6 +216,36 @@ async def test_finished_groups_come_back_running_ones_are_issued_again_and_train
     ]
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+async def test_a_job_may_end_in_the_midst_of_a_step_and_nothing_is_skipped_or_repeated(
+    start_executor: StartExecutor, events: EventLog, trained: int
+) -> None:
+    """Where the step was finished after all, its batch is trained; else its groups are made again."""
+    async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
+        engine.version = "0.0"
+        executor.set_weight_version("0.0")
+        executor.generate_ahead(0, 9)
+        taken = (await executor.get(0)).group_ids
+        executor.settle(trained)
+        files = await executor.save()
+        assert executor.statistics().groups[GroupState.TRAINED] == 3 * trained
+    ends = [(line["kind"], line.get("group_ids", ())) for line in events.recent if line["kind"] == "groups_trained"]
+    assert ends == ([("groups_trained", taken)] if trained else [])
+    async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
+        reached = await executor.restore(files, trained)
+        assert [reached.had_ended(group_id) for group_id in taken] == [bool(trained)] * 3
+        engine.version = f"1.{trained}"
+        executor.set_weight_version(engine.version)
+        executor.generate_ahead(trained, 4)
+        rest: list[str] = []
+        for step in range(trained, 4):
+            rest += (await executor.get(step)).group_ids
+            await executor.commit(step)
+            engine.version = f"1.{step + 1}"
+            executor.set_weight_version(engine.version)
+    assert sorted([*rest, *(taken if trained else ())]) == [f"{ordinal:08d}" for ordinal in range(12)]
+
+
 @pytest.mark.parametrize("changed", [{"prompts_per_step": 1}, {"max_staleness": 2}, {"prompts_per_step": 2}])
 async def test_where_batches_or_the_bound_became_smaller_what_has_no_place_is_made_again(
     start_executor: StartExecutor, events: EventLog, changed: dict[str, int]

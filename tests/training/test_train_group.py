@@ -23,7 +23,8 @@ from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
 from asyncrl.training import train_group
-from asyncrl.training.train_group import SHUTDOWN_TIMEOUT_S, TrainGroup
+from asyncrl.training.ranks import SHUTDOWN_TIMEOUT_S
+from asyncrl.training.train_group import TrainGroup
 from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
 
 Call = Callable[[TrainGroup], Awaitable[Any]]
@@ -259,7 +260,7 @@ def test_no_step_of_the_end_keeps_another_from_its_turn() -> None:
 
         torch.distributed.destroy_process_group = cannot_leave
         await group.dispose()
-        return [scope.cancel_called for scope in group._serving], group._link._ending
+        return [scope.cancel_called for scope in group._ranks._serving], group._ranks._link._ending
 
     world = run_world(scenario)
     assert world.value == ([True, True], True)
@@ -304,6 +305,37 @@ def test_a_cancelled_call_leaves_the_ranks_in_step() -> None:
     cancelled, metrics = run_world(scenario, faults={(1, "train"): slow}).value
     assert cancelled
     assert metrics == {"lr": 0.5}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_its_caller_gave_up_is_trained_and_counted_once_it_is_settled(world_size: int) -> None:
+    def slow() -> None:
+        time.sleep(0.3)
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        steps = [await group.settle()]
+        await begin_and_give_up(group)
+        steps += [group.statistics().step, await group.settle(), await group.settle()]
+        return steps, [event["step"] for event in events.recent if event["kind"] == "trainer_stepped"]
+
+    world = run_world(scenario, world_size=world_size, faults={(0, "train"): slow})
+    assert world.value == ([0, 0, 1, 1], [1])
+
+
+def test_a_step_that_was_given_up_before_it_began_is_not_trained() -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.logprobs, make_batch())  # the trainer thread is at this
+            while group.statistics().thread.running is None:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+            with anyio.move_on_after(0.05) as gave_up:
+                await group.train(0, make_batch())
+        return gave_up.cancelled_caught, await group.settle(), [event["kind"] for event in events.recent]
+
+    world = run_world(scenario, world_size=1, faults={(0, "logprobs"): lambda: time.sleep(0.5)})
+    assert world.value == (True, 0, ["trainer_ready"])
 
 
 def test_what_an_abandoned_call_raises_breaks_the_trainer() -> None:

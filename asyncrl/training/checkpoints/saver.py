@@ -9,7 +9,7 @@ Invariants
 - A disk that is full, slow or gone costs the checkpoint, with a warning and an event, and nothing else. A writer that
   hangs is named after `checkpoint.timeout_s`; what it writes is completed when it comes back.
 - Older checkpoints are removed only after a newer one is complete.
-- One that is being written when the job ends gets a few seconds more (`SHUTDOWN_TIMEOUT_S` of train_group.py), none
+- One that is being written when the job ends gets a few seconds more (`SHUTDOWN_TIMEOUT_S` of ranks.py), none
   where the trainer itself failed, whose ranks may never report. What is not complete by then, at `close`, is none.
 """
 

@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_being_written_when_the_job_fails_is_completed(tmp_
 
         await group.init()
         await group.save_checkpoint(0)
-        group._task_group.start_soon(fail)  # beside the loop, which is cancelled for it
+        group._ranks._task_group.start_soon(fail)  # beside the loop, which is cancelled for it
         await anyio.sleep_forever()
 
     with pytest.raises(AssertionError, match="an engine is lost"):

@@ -1,0 +1,28 @@
+"""What the executor tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.rollout.engine_client import ClientStatistics
+from asyncrl.rollout.ledger import GroupState
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatistics:
+    """A snapshot."""
+
+    groups: Mapping[GroupState, int]
+    """Groups by state, over the whole attempt."""
+    drop_reasons: Mapping[str, int]
+    client: ClientStatistics
+    aborted_requests: int
+    """Requests that engines were told to end, since nobody waited for them any more."""
+    concurrency: int
+    """Most requests in flight, as of now."""
+    engines_paused_s: float
+    """Seconds in which no deadline of a request ran."""
+    reward_failures: Mapping[str, int]
+    dropped_overlong: int
+    """Prompts left out of the data because they leave no room for a response."""
