@@ -43,8 +43,8 @@ async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, f
     """Where the trainer goes on from a checkpoint, as of `first` steps, so does the executor; after `trainer.init`.
 
     Groups that ended after that in earlier attempts are marked as rolled back in the event log. From now on a job that
-    a signal stops between two steps is saved before it ends, if that fits into its grace. Raises CheckpointError for
-    a checkpoint without the executor's part, DataError for other data than it was written with.
+    a signal stops is saved before it ends, if that fits into its grace. Raises CheckpointError for a checkpoint without
+    the executor's part, DataError for other data than it was written with.
     """
     job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer))
     reached = None
@@ -100,7 +100,8 @@ async def _is_saved(trainer: TrainGroup) -> bool:
 async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
     """A signal has ended the loop: saves what was trained since the last checkpoint, the step in progress included.
 
-    Not where the trainer is off its GPUs, nor where the last checkpoint took longer than there is time for.
+    Not where the last checkpoint took longer than there is time for. Engines that share the trainer's GPUs leave them,
+    wherever the loop was between its turn and theirs.
     """
     now, patience_s = trainer.statistics(), job.config.run.stop_grace_s / 2
     if not job.config.checkpoint.every or now.failure is not None:
@@ -111,11 +112,10 @@ async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: Trai
         now, problem = trainer.statistics(), f"none was written within {patience_s:g} s"
         if await _is_saved(trainer):
             problem = ""
-        elif job.layout.colocated:
-            problem = "engines have the GPUs of the trainer"
         elif now.checkpoint is not None and now.checkpoint.seconds > patience_s:
             problem = f"the last one took {now.checkpoint.seconds:.1f} s, and there are {patience_s:g} s for it"
         else:
+            await trainers_turn(job, components, trainer)
             extra = await components.rollout_executor.save()
             if await trainer.save_checkpoint(now.step - 1, extra, wait=True) is not None:
                 problem = ""

@@ -252,7 +252,8 @@ WITH_THE_CRITIC = RolloutError("rollout 6 was delivered and not committed")
         (7, None, {"failure": "rank 1 died"}, ""),
         (7, None, {"save": WITH_THE_CRITIC}, str(WITH_THE_CRITIC)),
         (7, None, {"written": None}, "none was written within 6 s"),
-        (7, None, {"colocated": True}, "engines have the GPUs of the trainer"),
+        (7, None, {"colocated": True}, None),
+        (7, None, {"colocated": True, "offload": EngineError("no room")}, "no room"),
         (7, None, {"saving": 6}, None),
     ],
 )
@@ -273,14 +274,16 @@ async def test_a_job_that_a_signal_stops_is_saved_if_there_is_something_to_save_
     trainer.resumed = SimpleNamespace(step=4, path="PATH", extra={})
     thread = TrainerThreadStatistics(None, None, 0)
     trainer.statistics = lambda: TrainGroupStatistics(thread, step, how.get("failure"), newest, how.get("saving"))
-    parts = RolloutComponents(Noted("engines", calls), executor, None)  # type: ignore[arg-type]
-    await resume(job, parts, trainer, 4)
+    engines: Any = Noted("engines", calls, offload=how.get("offload"))
+    await resume(job, RolloutComponents(engines, executor, None), trainer, 4)
     notes.clear()
     [keep] = job.on_stop_now
     await keep()
     assert ("trainer.save_checkpoint 6 {} wait" in calls) == (told is None or "written" in how)
     if told is None:
-        assert calls[-4:-1] == ["trainer.settle", f"executor.settle {step}", "executor.save"]
+        turn = ["executor.engines_paused", "engines.offload", "trainer.onload"] if job.layout.colocated else []
+        save = ["executor.save", "trainer.save_checkpoint 6 {} wait"]
+        assert calls[-4 - len(turn) :] == ["trainer.settle", f"executor.settle {step}", *turn, *save]
     assert notes == ([f"stopped without a checkpoint of step 7: {told}"] if told else [])
 
 
