@@ -169,7 +169,7 @@ async def _run(
                     with rank_exit.bounded_end():
                         await loop(job)
                 if rank_exit.stopped_by is not None:
-                    await _keep_what_is_safe(job)
+                    await _keep_what_is_safe(job, rank_exit.leave_by)
                 if rank_exit.stop.requested:
                     outcome.reason = "stopped on request after a finished step"
             tasks.cancel_scope.cancel()
@@ -178,9 +178,14 @@ async def _run(
             outcome.exit_code = rank_exit.exit_code or 1
 
 
-async def _keep_what_is_safe(job: Job) -> None:
-    """After a signal: what the loop left to be done at once, in half of the grace; the other half is for the end."""
-    with anyio.move_on_after(job.config.run.stop_grace_s / 2):
+async def _keep_what_is_safe(job: Job, leave_by: float | None) -> None:
+    """After a signal: what the loop left to be done at once, in half of the grace; the other half is for the end.
+
+    What the loop itself took to end, to undo a publication for instance, is of the first half.
+    """
+    half_s = job.config.run.stop_grace_s / 2
+    left_s = half_s if leave_by is None else max(leave_by - half_s - time.monotonic(), 0.0)
+    with anyio.move_on_after(left_s):
         for keep in job.on_stop_now:
             await keep()
 

@@ -39,14 +39,15 @@ _PROGRESS_TIMES = 20
 """The display hears so many times of the warm-up's progress."""
 
 
-async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int) -> None:
+async def resume(job: Job, components: RolloutComponents, trainer: TrainGroup, first: int, name: str = TRAINER) -> None:
     """Where the trainer goes on from a checkpoint, as of `first` steps, so does the executor; after `trainer.init`.
 
     Groups that ended after that in earlier attempts are marked as rolled back in the event log. From now on a job that
-    a signal stops is saved before it ends, if that fits into its grace. Raises CheckpointError for a checkpoint without
-    the executor's part, DataError for other data than it was written with.
+    a signal stops is saved before it ends, if that fits into its grace. `name` is that of the trainer, where the
+    executor was created for several. Raises CheckpointError for a checkpoint without the executor's part, DataError for
+    other data than it was written with.
     """
-    job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer))
+    job.on_stop_now.append(partial(_checkpoint_now, job, components, trainer, name))
     reached = None
     if trainer.resumed is not None:
         reached = await components.rollout_executor.restore(trainer.resumed.extra, first)
@@ -97,7 +98,7 @@ async def _is_saved(trainer: TrainGroup) -> bool:
     return now.step in (begun, now.checkpoint and now.checkpoint.step)
 
 
-async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup) -> None:
+async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: TrainGroup, name: str) -> None:
     """A signal has ended the loop: saves what was trained since the last checkpoint, the step in progress included.
 
     Not where the last checkpoint took longer than there is time for. Engines that share the trainer's GPUs leave them,
@@ -106,10 +107,12 @@ async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: Trai
     now, patience_s = trainer.statistics(), job.config.run.stop_grace_s / 2
     if not job.config.checkpoint.every or now.failure is not None:
         return
-    problem = f"{now.thread.running or 'the trainer'} did not end within {patience_s:g} s"
+    step = now.step + 1  # where there is one to wait for
+    problem = f"{now.thread.running or 'the step in progress'} did not end within {patience_s:g} s"
     try:
-        components.rollout_executor.settle(await trainer.settle())
-        now, problem = trainer.statistics(), f"none was written within {patience_s:g} s"
+        components.rollout_executor.settle(await trainer.settle(), name)
+        now = trainer.statistics()
+        step, problem = now.step, f"none was written within {patience_s:g} s"
         if await _is_saved(trainer):
             problem = ""
         elif now.checkpoint is not None and now.checkpoint.seconds > patience_s:
@@ -123,9 +126,9 @@ async def _checkpoint_now(job: Job, components: RolloutComponents, trainer: Trai
         problem = str(error)
     finally:
         if problem:
-            told = f"stopped without a checkpoint of step {now.step}: {problem}"
-            if trainer.statistics().saving == now.step:  # the end of the trainer still leaves it a few seconds
-                told = f"stopped while the checkpoint of step {now.step} was still being written after {patience_s:g} s"
+            told = f"stopped without a checkpoint of step {step}: {problem}"
+            if trainer.statistics().saving == step:  # the end of the trainer still leaves it a few seconds
+                told = f"stopped while the checkpoint of step {step} was still being written after {patience_s:g} s"
             job.record.note(told)
             job.events.emit(FaultSeen(component="checkpoint", what=told))
 

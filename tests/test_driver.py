@@ -189,7 +189,7 @@ async def keep():
     try:
         await anyio.sleep(120)
     finally:
-        print("kept for", int(time.monotonic() - began), "s")
+        print("kept for", round(time.monotonic() - began), "s")
 async def dispose():
     print("disposing")
 """
@@ -199,7 +199,11 @@ async def dispose():
     job.disposal.push_async_callback(dispose)
     began = time.monotonic()
     os.kill(os.getpid(), signal.SIGTERM)
-    await anyio.sleep(60)
+    try:
+        await anyio.sleep(60)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(1)
 """
     ended = run_loop(recipe, loop, "--run.stop-grace-s", "4", before=before)
     assert ended.code == 128 + signal.SIGTERM, ended.text

@@ -283,7 +283,7 @@ async def test_a_job_that_a_signal_stops_is_saved_if_there_is_something_to_save_
     if told is None:
         turn = ["executor.engines_paused", "engines.offload", "trainer.onload"] if job.layout.colocated else []
         save = ["executor.save", "trainer.save_checkpoint 6 {} wait"]
-        assert calls[-4 - len(turn) :] == ["trainer.settle", f"executor.settle {step}", *turn, *save]
+        assert calls[-4 - len(turn) :] == ["trainer.settle", f"executor.settle {step} trainer", *turn, *save]
     assert notes == ([f"stopped without a checkpoint of step 7: {told}"] if told else [])
 
 
@@ -336,7 +336,7 @@ async def test_a_signal_that_finds_the_checkpoint_of_the_last_step_half_written_
     with anyio.move_on_after(0.05):
         await keep()
     again = ["executor.save", "trainer.save_checkpoint 6 {} wait"] if saved else []
-    assert calls == ["trainer.settle", "executor.settle 7", "trainer.finish_checkpoint", *again]
+    assert calls == ["trainer.settle", "executor.settle 7 trainer", "trainer.finish_checkpoint", *again]
     assert notes == told
 
 
@@ -354,7 +354,7 @@ async def test_a_step_that_outlasts_the_time_for_it_is_what_a_stopped_job_names(
     [keep] = job.on_stop_now
     with anyio.move_on_after(0.05):
         await keep()
-    assert notes == ["stopped without a checkpoint of step 7: training on rollout 7 did not end within 0.05 s"]
+    assert notes == ["stopped without a checkpoint of step 8: training on rollout 7 did not end within 0.05 s"]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ class SavedRollouts:
 
     async def commit(self, rollout_id: int) -> None: ...
 
+    def settle(self, step: int, trainer: str = TRAINER) -> None: ...
+
     async def save(self) -> dict[str, bytes]:
         return {}
 

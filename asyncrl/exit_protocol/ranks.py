@@ -88,6 +88,11 @@ class RankZeroExit:
         return self._policy.stopped_by
 
     @property
+    def leave_by(self) -> float | None:
+        """time.monotonic() at which the process leaves by force; None: nothing has ended it yet."""
+        return self._policy.leave_by
+
+    @property
     def exit_code(self) -> int | None:
         """128 + n after signal n; None when no signal stopped the job."""
         return self._policy.exit_code if self._policy.stopped_by is not None else None

@@ -25,6 +25,9 @@ T = TypeVar("T")
 POLL_S = 0.05
 WORKER_TIMEOUT_S = 60.0
 """The router looks a worker up before it lists it: 0.2 s measured on a quiet machine."""
+LATE_S = 12.0
+"""How long a router may still come to list a worker (`worker_startup_timeout_secs`, and a little). One that could not
+answer it for that long was given up, without a word; it is told of it again."""
 CALL_TIMEOUT_S = 10.0
 REMOVAL_AGAIN_S = 1.0
 """A removal is carried out within 0.1 s; one that had no effect after this long is asked for again."""
@@ -77,12 +80,16 @@ class RouterClient:
         with waiting("worker registration", "router", timeout_s):
             # smg answers 409 while it lists an earlier worker of this url.
             await self._poll_workers(lambda workers: not any(w.url == url and w.leaving for w in workers))
-            status, raw = await self._call("POST", "/workers", {"url": url})
-            if status not in (200, 202, 409):
-                raise EngineError(f"router: worker {url} refused: HTTP {status}: {raw[:300].decode(errors='replace')}")
-            await self._poll_workers(
-                lambda workers: any(w.url == url and w.is_healthy and not w.leaving for w in workers)
-            )
+            while True:
+                status, raw = await self._call("POST", "/workers", {"url": url})
+                if status not in (200, 202, 409):
+                    detail = raw[:300].decode(errors="replace")
+                    raise EngineError(f"router: worker {url} refused: HTTP {status}: {detail}")
+                with anyio.move_on_after(LATE_S):
+                    await self._poll_workers(
+                        lambda workers: any(w.url == url and w.is_healthy and not w.leaving for w in workers)
+                    )
+                    return
 
     async def remove(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
         """Takes the engine at `url` out; requests that run in it go on."""

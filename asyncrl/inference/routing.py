@@ -25,7 +25,7 @@ from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engine import ManagedEngine
 from asyncrl.inference.lifecycle import ROUTABLE
-from asyncrl.inference.router import WORKER_TIMEOUT_S, RouterClient, Worker
+from asyncrl.inference.router import LATE_S, WORKER_TIMEOUT_S, RouterClient, Worker
 from asyncrl.inference.sessions import on_each
 from asyncrl.observability.waits import waiting
 
@@ -34,8 +34,6 @@ REMOVE_TIMEOUT_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
 FORGOTTEN_TIMEOUT_S = 120.0
 """By then a router that hangs was found out by its probes and is another."""
-LATE_S = 12.0
-"""How long a router may still come to list a worker (`worker_startup_timeout_secs`, and a little)."""
 LOOK_S = 0.1
 PROBE_PATIENCE_S = 5.0
 """From the end of a router to an answer through its successor; 0.2 s measured."""

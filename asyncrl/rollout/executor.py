@@ -263,14 +263,14 @@ class RolloutExecutor:
             self._trained(trained)
 
     def settle(self, step: int, trainer: str = TRAINER) -> None:
-        """The job ends, with `step` batches trained by `trainer`: a batch that is with it is committed or taken back.
+        """The job ends, and `trainer` has trained the batches before that of `step`: a later one is taken back.
 
-        So that `save` holds at any time. Groups of a batch that was taken back are generated again after a `restore`.
+        Its groups are in what `save` returns, to be generated again; what was trained last is committed.
         """
-        trained, again = self._ledger.settle(step, trainer)
-        for event in trained:
-            self._trained(event)
-        self._started.production.take_back(again)
+        trained, taken_back = self._ledger.settle(step, trainer)
+        if trained is not None:
+            self._trained(trained)
+        self._started.production.take_back(taken_back)
 
     async def save(self) -> dict[str, bytes]:
         """Files for a checkpoint of the trainer as it is between a `commit` and the next `get`.

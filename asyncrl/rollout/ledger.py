@@ -3,8 +3,6 @@
     admitted → running → finished → delivered(rollout) → trained
         └─────────┴──────────┴───────────┴─→ filtered(reason) | dropped(reason)
 
-    (An end of the job may find a batch delivered that was not begun to be trained: its groups are admitted again.)
-
 Invariants
 - A group is admitted once per attempt of the job and ends once: trained, filtered or dropped.
 - Each trainer gets a rollout id once, and commits it once after that. All trainers get the same groups, which are
@@ -100,6 +98,8 @@ class Ledger:
         self._live: dict[str, GroupState] = {}
         self._delivered: dict[int, _Delivery] = {}
         self._committed: set[int] = set()
+        self._taken_back: list[str] = []
+        """Groups that were delivered, and that nobody will train in this attempt."""
         self._ended: Counter[GroupState] = Counter()
         self.drop_reasons: Counter[str] = Counter()
         """How many groups were dropped or filtered, by reason."""
@@ -123,26 +123,24 @@ class Ledger:
         self.drop_reasons.update(drop_reasons)
         return GroupsRestored(group_ids=tuple(finished))
 
-    def settle(self, step: int, trainer: str) -> tuple[tuple[GroupsTrained, ...], tuple[str, ...]]:
-        """The job ends, and `trainer` has trained all batches before that of `step` and no other.
+    def settle(self, step: int, trainer: str = TRAINER) -> tuple[GroupsTrained | None, tuple[str, ...]]:
+        """The job ends when `trainer` has trained the batches before that of `step`: nothing stays open for it.
 
-        Commits those for it; what it got and did not train is admitted again, unless another trainer trained it.
-        Returns the events of what has ended, and the groups that were admitted again.
+        Commits the last of them where that is not done, and takes back what only `trainer` got and did not train.
+        Returns the event of the batch's end, if that was it, and the groups that were taken back.
         """
-        mine = [rollout_id for rollout_id, delivery in self._delivered.items() if trainer in delivery.to_commit]
-        ended = [
-            self.commit(rollout_id, trainer)
-            for rollout_id in mine
-            if rollout_id < step and trainer not in self._delivered[rollout_id].to_get
+        self._check_known(trainer)
+        last, trained = self._delivered.get(step - 1), None
+        if last is not None and trainer in last.to_commit - last.to_get:
+            trained = self.commit(step - 1, trainer)
+        untrained = [
+            rollout_id
+            for rollout_id, delivery in self._delivered.items()
+            if rollout_id >= step and trainer in delivery.to_commit and delivery.to_get >= self._trainers - {trainer}
         ]
-        again: list[str] = []
-        for rollout_id, delivery in list(self._delivered.items()):
-            if rollout_id >= step and delivery.to_commit == self._trainers:
-                del self._delivered[rollout_id]
-                again += delivery.group_ids
-        for group_id in again:
-            self._move(group_id, GroupState.DELIVERED, GroupState.ADMITTED)
-        return tuple(trained for trained in ended if trained is not None), tuple(again)
+        group_ids = tuple(group_id for each in untrained for group_id in self._delivered.pop(each).group_ids)
+        self._taken_back += group_ids
+        return trained, group_ids
 
     def check_all_committed(self) -> None:
         """Raises RolloutError where a batch is with the trainer: nobody knows yet whether it was trained."""
@@ -223,8 +221,10 @@ class Ledger:
 
     def drop_delivered(self, reason: str) -> tuple[GroupDropped, ...]:
         """Ends all groups that were delivered and not committed: nobody will train them in this attempt."""
-        group_ids = [group_id for delivery in self._delivered.values() for group_id in delivery.group_ids]
+        open_ = (group_id for delivery in self._delivered.values() for group_id in delivery.group_ids)
+        group_ids = [*self._taken_back, *open_]
         self._delivered.clear()
+        self._taken_back.clear()
         self.drop_reasons[reason] += len(group_ids)
         for group_id in group_ids:
             self._end(group_id, GroupState.DROPPED)

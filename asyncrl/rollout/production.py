@@ -108,6 +108,8 @@ class Production:
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._taken: dict[str, Issue] = {}
         """Of batches that are not committed."""
+        self._taken_back: tuple[Issue, ...] = ()
+        """Of batches that the end of the job found untrained."""
         self._finished: dict[str, SampleGroup] = {}
         self._failure: AsyncRLError | None = None
         self._taking: int | None = None
@@ -187,7 +189,7 @@ class Production:
 
     def take_back(self, group_ids: Iterable[str]) -> None:
         """The job ends, and these groups were taken and not trained: `save` says that they are to be issued again."""
-        self._live = {group_id: self._taken.pop(group_id) for group_id in group_ids} | self._live
+        self._taken_back += tuple(self._taken.pop(group_id) for group_id in group_ids)
 
     def save(self) -> tuple[tuple[tuple[Issue, SampleGroup], ...], tuple[Issue, ...]]:
         """Groups that wait for a batch, and those that are to be issued again if the process ends now.
@@ -198,7 +200,7 @@ class Production:
             raise self._failure
         finished = tuple((issue, self._finished[key]) for key, issue in self._live.items() if key in self._finished)
         unfinished = (issue for group_id, issue in self._live.items() if group_id not in self._finished)
-        return finished, (*unfinished, *self._again)
+        return finished, (*self._taken_back, *unfinished, *self._again)
 
     def restore(
         self, step: int, finished: Sequence[tuple[Issue, SampleGroup]], again: Sequence[Issue]

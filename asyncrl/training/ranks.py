@@ -85,8 +85,7 @@ class Ranks:
         """Whether all ranks met, and none has failed."""
         return self._channel is not None and self.failure is None and not self._link.failures
 
-    @property
-    def thread(self) -> TrainerThreadStatistics:
+    def thread_statistics(self) -> TrainerThreadStatistics:
         return self._thread.statistics()
 
     async def join(self, timeout_s: float) -> None:
@@ -130,6 +129,18 @@ class Ranks:
 
         job = self._thread.submit(execute, what=what, on_done=partial(self._job_done, on_executed=on_executed))
         return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
+
+    async def settle(self) -> None:
+        """Waits until rank 0 has executed what it had begun, whoever gave up waiting; raises what failed in it."""
+        self.check()
+
+        def outcome() -> None:
+            if self._thread_failure is not None:
+                raise self._thread_failure
+
+        what = "the step in progress"
+        job = self._thread.submit(outcome, what=what, on_done=self._job_done)
+        await self._await(job, seq=-1, what=what, timeout_s=self._config.train.step_timeout_s)
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
         """Runs `function(*args)` in the trainer thread, after the commands before; TrainerError after `timeout_s`."""

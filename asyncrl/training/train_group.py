@@ -81,8 +81,10 @@ class TrainGroup:
             config, environment, state, task_group=task_group, events=events, wrote=self._checkpoints.wrote
         )
         self._step = 0
-        self._executed: TrainerStepped | None = None
-        """A step of the loop that rank 0 has trained, and that is not counted yet."""
+        self._begun = False
+        """A step of the loop was begun, and nobody has seen its end."""
+        self._executed: tuple[int, float] | None = None
+        """Such a step that rank 0 has executed: its rollout id, and when it began."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._disposed = False
         self.resumed: SavedCheckpoint | None = None
@@ -111,7 +113,10 @@ class TrainGroup:
         return self._step
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
-        """Trains on one rollout batch; returns rank 0's metrics. StalenessError for a batch that is too old."""
+        """Trains on one rollout batch; returns rank 0's metrics. StalenessError for a batch that is too old.
+
+        Once for each rollout: from then on it counts as trained, also where a signal stops the job.
+        """
         if not self._config.debug.train_only:  # which trains what was saved, as it was saved
             self._bound.check(batch)
         return await self._train(rollout_id, commands.Train(), batch)
@@ -119,16 +124,20 @@ class TrainGroup:
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One supervised step on the response tokens of `batch`; returns rank 0's metrics.
 
-        It trains rollout `rollout_id`, as `train` does. None: it is no step of the loop but one of a warm-up, and none
-        of what is counted in steps moves.
+        It trains rollout `rollout_id`, once, as `train` does. None: it is no step of the loop but one of a warm-up, and
+        none of what is counted in steps moves.
         """
         return await self._train(rollout_id, commands.TrainSft(lr), batch)
 
     async def settle(self) -> int:
-        """Waits for the step that its caller gave up, if there is one; returns how many are trained then."""
-        settled = "the end of the step in progress"
-        await self._ranks.call(lambda: None, what=settled, timeout_s=self._config.train.step_timeout_s)
-        self._count()
+        """Waits for the step that its caller gave up, if there is one; returns how many are trained then.
+
+        Raises what failed in it.
+        """
+        if self._begun:
+            await self._ranks.settle()
+            self._count()
+            self._begun = False
         return self._step
 
     async def reset_optimizer(self) -> None:
@@ -206,7 +215,7 @@ class TrainGroup:
     def statistics(self) -> TrainGroupStatistics:
         failure = None if self._ranks.failure is None else str(self._ranks.failure)
         saved, saving = self._checkpoints.newest, self._checkpoints.saving
-        return TrainGroupStatistics(self._ranks.thread, self._step, failure, saved, saving)
+        return TrainGroupStatistics(self._ranks.thread_statistics(), self._step, failure, saved, saving)
 
     async def dispose(self) -> None:
         """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""
@@ -245,16 +254,16 @@ class TrainGroup:
 
         def executed() -> None:
             self._count()  # one that was given up, and another begun
-            if rollout_id is not None:
-                seconds = time.monotonic() - started
-                self._executed = TrainerStepped(rollout_id=rollout_id, step=rollout_id + 1, seconds=seconds)
+            self._executed = None if rollout_id is None else (rollout_id, started)
 
+        self._begun = self._begun or rollout_id is not None
         metrics = await self._ranks.run(command, what, batch=batch, on_executed=executed)
         self._count()
         return cast(dict[str, float], metrics)
 
     def _count(self) -> None:
-        """The step that was executed, and that other ranks have executed or will before any later command."""
-        if (stepped := self._executed) is not None:
-            self._executed, self._step = None, stepped.step
-            self._events.emit(stepped)
+        """Of a step that rank 0 has executed: the other ranks have as well, or will before any later command."""
+        if self._executed is not None:
+            (rollout_id, started), self._executed, self._begun = self._executed, None, False
+            self._step, seconds = rollout_id + 1, time.monotonic() - started
+            self._events.emit(TrainerStepped(rollout_id=rollout_id, step=self._step, seconds=seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import anyio
@@ -10,6 +11,7 @@ import torch
 
 from asyncrl.components import _config_of_engines
 from asyncrl.config import Config
+from asyncrl.debugging.replay import NoEngines, SavedRollouts
 from asyncrl.debugging.trainers import NoTrainer
 from tests.inference.conftest import StartFleet, eventually, start_fleet
 
@@ -45,3 +47,26 @@ async def test_engines_that_are_started_anew_and_have_nothing_to_load_are_let_se
             await fleet.controller.wait_publication_needed()
         await trainer.update_weights()
         await eventually(lambda: fleet.states() == ["serving"])
+
+
+ROOT = Path(__file__).parents[2]
+STAND_INS = [
+    (NoTrainer, {"trainer"}, {"export_hf", "finish_checkpoint", "offload", "onload", "reset_optimizer"}),
+    (SavedRollouts, {"executor", "rollout_executor"}, {"eval", "set_eval_fleet", "set_weight_version"}),
+    (NoEngines, {"controller", "inference_controller"}, {"offload_kv", "onload", "wait_updatable"}),
+]
+"""With the names under which the loops know them, and what no loop asks of half a job."""
+
+
+@pytest.mark.parametrize(("stand_in", "names", "never"), STAND_INS)
+def test_a_stand_in_has_all_that_a_loop_may_ask_of_it(stand_in: type, names: set[str], never: set[str]) -> None:
+    """They are cast to what they stand in for, so no type checker sees to it."""
+    asked: set[str] = set()
+    for path in [ROOT / "asyncrl" / "phases.py", *(ROOT / "entrypoints").glob("train*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)
+                if name in names:
+                    asked.add(node.attr)
+    assert {name for name in asked if not hasattr(stand_in, name)} == never

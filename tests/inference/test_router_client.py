@@ -6,10 +6,12 @@ from typing import Any
 
 import aiohttp
 import anyio
+import pytest
 from aiohttp import web
 
+from asyncrl.inference import router as router_module
 from asyncrl.inference.router import RouterClient
-from tests.scripted import ScriptedEngine, ScriptedRouter
+from tests.scripted import Fault, ScriptedEngine, ScriptedRouter
 
 
 class LateRouter(ScriptedRouter):
@@ -37,5 +39,21 @@ async def test_an_engine_that_is_listed_again_after_its_removal_is_removed_again
         await client.remove(engine.url, 10)
         assert await client.workers() == ()
         assert router.removals == 2
+        engine.kill()
+        router.kill()
+
+
+async def test_a_router_that_gave_an_engine_up_as_it_could_not_answer_is_told_of_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "LATE_S", 0.3)
+    engine, router = ScriptedEngine(), ScriptedRouter()
+    engine.faults.add(Fault("ping", "status", status=503))
+    async with aiohttp.ClientSession() as session, anyio.create_task_group() as group:
+        await group.start(engine.run)
+        await group.start(router.run)
+        await RouterClient(router.url, session).add(engine.url, 30)
+        assert router.workers == [engine.url]
+        assert router.calls.count("add_worker") == 2
         engine.kill()
         router.kill()

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import Event, EventLog
 from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsRolledBack, GroupsTrained
-from asyncrl.rollout.ledger import TRAINER, GroupState, Ledger, LedgerError, Reached, group_id_of, rolled_back
+from asyncrl.rollout.ledger import GroupState, Ledger, LedgerError, Reached, group_id_of, rolled_back
 
 
 def test_several_trainers_get_and_commit_the_same_batch_each_for_itself() -> None:
@@ -59,14 +59,17 @@ def test_where_one_of_several_trainers_ends_the_books_of_the_others_stay_open() 
     ledger.share(1, "critic")
     ledger.commit(0, "critic")
     ledger.commit(1, "critic")
-    trained, again = ledger.settle(1, "actor")
-    assert [event.rollout_id for event in trained] == [0] and again == (G[2],), "1 is in what the critic has learnt"
-    assert ledger.settle(1, "actor") == ((), ())
+    trained, taken_back = ledger.settle(1, "actor")
+    assert trained is not None and trained.rollout_id == 0
+    assert taken_back == (G[2],), "the critic has got 1, and may have learnt from it"
+    assert ledger.settle(1, "actor") == (None, ())
     with pytest.raises(RolloutError, match="rollout 1 was delivered and not committed"):
         ledger.check_all_committed()
+    with pytest.raises(RolloutError, match="no trainer 'judge' was named to the executor, but actor, critic"):
+        ledger.settle(1, "judge")
 
     ledger = with_the_actor(0)
-    assert ledger.settle(1, "actor") == ((), ()), "the critic did not even get it"
+    assert ledger.settle(1, "actor") == (None, ()), "the critic did not even get it"
     with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
         ledger.check_all_committed()
 
@@ -81,6 +84,7 @@ class LedgerModel(RuleBasedStateMachine):
         """What is to be true of every group ever admitted."""
         self.rollouts = 0
         self.delivered: dict[int, tuple[str, ...]] = {}
+        self.taken_back: list[str] = []
 
     def groups(self, state: GroupState) -> list[str]:
         return [group for group, at in self.states.items() if at is state]
@@ -137,19 +141,23 @@ class LedgerModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(0, self.rollouts))
-        done = [rollout for rollout in self.delivered if rollout < step]
-        open_ = [rollout for rollout in self.delivered if rollout >= step]
-        ended, again = self.ledger.settle(step, TRAINER)
-        assert [(event.rollout_id, event.group_ids) for event in ended] == [(r, self.delivered[r]) for r in done]
-        assert again == tuple(group for rollout in open_ for group in self.delivered[rollout])
-        self.set([group for rollout in done for group in self.delivered[rollout]], GroupState.TRAINED)
-        self.set(again, GroupState.ADMITTED)
-        self.delivered.clear()
-        self.ledger.check_all_committed()
+        last = self.delivered.pop(step - 1, None)
+        later = tuple(rollout for rollout in self.delivered if rollout >= step)
+        trained, taken_back = self.ledger.settle(step)
+        assert (trained and trained.group_ids) == last
+        assert taken_back == tuple(group for rollout in later for group in self.delivered.pop(rollout))
+        self.set(last or (), GroupState.TRAINED)
+        self.taken_back += taken_back
+        if self.delivered:  # of a step that was given up before it began: nobody may say that it was trained
+            with pytest.raises(RolloutError, match="delivered and not committed"):
+                self.ledger.check_all_committed()
+        else:
+            self.ledger.check_all_committed()
 
     @rule()
     def end_the_job(self) -> None:
-        groups = [group for batch in self.delivered.values() for group in batch]
+        groups = [*self.taken_back, *(group for batch in self.delivered.values() for group in batch)]
+        self.taken_back.clear()
         assert [event.group_id for event in self.ledger.drop_delivered("the end")] == groups
         self.delivered.clear()
         self.set(groups, GroupState.DROPPED)

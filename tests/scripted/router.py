@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.scripted.server import Handler, ScriptedServer, answer
 
-PING_TIMEOUT_S = 1.0
+PING_TIMEOUT_S = 10.0
 
 
 class ScriptedRouter(ScriptedServer):

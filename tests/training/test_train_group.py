@@ -22,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
-from asyncrl.training import train_group
+from asyncrl.training import ranks, train_group
 from asyncrl.training.ranks import SHUTDOWN_TIMEOUT_S
 from asyncrl.training.train_group import TrainGroup
 from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
@@ -198,9 +198,7 @@ def test_what_rank_zero_says_of_a_failure_that_all_ranks_see_is_what_is_told() -
         raise NonFiniteError("the batch is saved in runs/really")
 
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
-        train_group.BLAME_GRACE_S = (
-            3.0  # of this process; the little later may be long on a machine that does much else
-        )
+        ranks._BLAME_GRACE_S = 3.0  # of this process; the little later may be long on a machine that does much else
         await group.init()
         with pytest.raises(NonFiniteError) as caught:
             await group.train(0, make_batch())
@@ -321,6 +319,39 @@ def test_a_step_that_its_caller_gave_up_is_trained_and_counted_once_it_is_settle
 
     world = run_world(scenario, world_size=world_size, faults={(0, "train"): slow})
     assert world.value == ([0, 0, 1, 1], [1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_in_a_step_that_was_given_up_is_raised_where_it_is_settled(rank: int) -> None:
+    def fail() -> None:
+        time.sleep(0.3)
+        raise_value_error()
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        await begin_and_give_up(group)
+        with pytest.raises(TrainerError) as caught:
+            await group.settle()
+        return str(caught.value)
+
+    assert f"trainer rank {rank}: ValueError: boom" in run_world(scenario, faults={(rank, "train"): fail}).value
+
+
+def test_who_settles_waits_for_a_step_and_for_nothing_else() -> None:
+    def slow() -> None:
+        time.sleep(0.5)
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        await group.train(0, make_batch())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.logprobs, make_batch())
+            while group.statistics().thread.running is None:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+            return await group.settle(), group.statistics().thread.running
+
+    world = run_world(scenario, world_size=1, faults={(0, "logprobs"): slow})
+    assert world.value == (1, "computing log-probs")
 
 
 def test_a_step_that_was_given_up_before_it_began_is_not_trained() -> None:
