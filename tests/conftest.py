@@ -11,8 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "test_long.json"
+
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    derandomize=True,  # the same examples everywhere: a new one is found by whoever looks for it
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("any machine")
 
 _long: dict[str, dict[str, object]] = {}
 """Test id → what came of it, of the long ones of this run."""

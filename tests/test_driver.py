@@ -15,7 +15,9 @@ import pytest
 
 from tests.tiny_model import CONFIG
 
-GRACE_S = 0.3
+GRACE_S = 10.0
+SHORT = ("--run.stop-grace-s", "0.6")
+"""For what is ended by force."""
 BOUND_S = 25.0
 """For a whole process on a busy machine; what hangs below hangs for 120 s."""
 
@@ -73,6 +75,11 @@ def run_loop(recipe: Path, loop: str, *options: str, before: str = "", **environ
     return Ended(done.returncode, done.stdout, time.monotonic() - began, recipe.parent / "run")
 
 
+def without_stalls(text: str) -> list[str]:
+    """What a job said, but for what it said of a machine that does much else."""
+    return [line for line in text.splitlines() if "did not run for" not in line and "event loop" not in line]
+
+
 def last_event(ended: Ended) -> dict[str, object]:
     event: dict[str, object] = json.loads((ended.run_dir / "events.jsonl").read_text().splitlines()[-1])
     return event
@@ -91,9 +98,9 @@ async def cling():
 @pytest.mark.parametrize(("end", "code"), [(FAIL, 1), ("pass", 0)], ids=["failed", "finished"])
 @pytest.mark.parametrize("what", [STAY, CLING], ids=["a thread stays", "disposal hangs"])
 def test_no_end_waits_for_what_does_not_end(recipe: Path, what: str, end: str, code: int) -> None:
-    ended = run_loop(recipe, f"{what}; {end}" if end == "pass" else f"{what}\n    {end}", before=CLINGING)
+    ended = run_loop(recipe, f"{what}; {end}" if end == "pass" else f"{what}\n    {end}", *SHORT, before=CLINGING)
     assert ended.code == code, ended.text
-    assert "leaves by force: the end took longer than 1.5 s" in ended.text
+    assert "leaves by force: the end took longer than 3 s" in ended.text
     if what is CLING:
         assert ("after: TrainerError: the loss has a cold" in ended.text) == (end == FAIL)
     else:
@@ -103,13 +110,13 @@ def test_no_end_waits_for_what_does_not_end(recipe: Path, what: str, end: str, c
 
 def test_a_failure_beside_the_loop_bounds_a_loop_that_cannot_be_cancelled(recipe: Path) -> None:
     loop = f"job.task_group.start_soon(fail)\n    await cling()\n{CLINGING}\nasync def fail():\n    {FAIL}\n"
-    ended = run_loop(recipe, loop)
+    ended = run_loop(recipe, loop, *SHORT)
     assert ended.code == 1 and "leaves by force" in ended.text, ended.text
 
 
 def test_a_destructor_that_hangs_is_ended_by_the_kernel(recipe: Path) -> None:
     before = "class Stuck:\n    def __del__(self, sleep=time.sleep): sleep(120)\nthreading.stuck = Stuck()"
-    ended = run_loop(recipe, FAIL, before=before)
+    ended = run_loop(recipe, FAIL, *SHORT, before=before)
     assert ended.code == -signal.SIGALRM and "error: the loss has a cold" in ended.text
 
 
@@ -176,7 +183,7 @@ asyncrl.driver._serve = serve
 def test_a_stop_is_answered_at_once_and_has_the_last_word(recipe: Path) -> None:
     loop = "time.sleep(0); os.kill(os.getpid(), signal.SIGTERM); await anyio.sleep(60)"
     ended = run_loop(recipe, loop, "--run.stop-grace-s", "20")
-    first, answer, last = ended.text.splitlines()
+    first, answer, last = without_stalls(ended.text)
     assert first == f"run directory: {ended.run_dir}"
     assert answer == "SIGTERM: stopping, for 20 s at most; once more leaves by force"
     assert (ended.code, last) == (128 + signal.SIGTERM, "stopped by SIGTERM")
@@ -184,14 +191,16 @@ def test_a_stop_is_answered_at_once_and_has_the_last_word(recipe: Path) -> None:
 
 def test_what_is_to_be_kept_gets_half_of_the_grace_before_anything_is_disposed_of(recipe: Path) -> None:
     before = """
+def say(text):
+    os.write(1, f"{text}\\n".encode())
 async def keep():
-    print("keeping")
+    say("keeping")
     try:
         await anyio.sleep(120)
     finally:
-        print("kept for", round(time.monotonic() - began), "s")
+        say(f"kept until {time.monotonic() - began}")
 async def dispose():
-    print("disposing")
+    say("disposing")
 """
     loop = """
     global began
@@ -205,11 +214,12 @@ async def dispose():
         with anyio.CancelScope(shield=True):
             await anyio.sleep(1)
 """
-    ended = run_loop(recipe, loop, "--run.stop-grace-s", "4", before=before)
+    ended = run_loop(recipe, loop, before=before)
     assert ended.code == 128 + signal.SIGTERM, ended.text
-    keeping, kept, *rest = ended.text.splitlines()[-4:]
+    told = [line for line in ended.text.splitlines() if line.startswith(("keeping", "kept", "disposing", "stopped"))]
+    keeping, kept, *rest = told
     assert [keeping, *rest] == ["keeping", "disposing", "stopped by SIGTERM"]
-    assert kept in ("kept for 2 s", "kept for 3 s"), "the second where the machine does much else"
+    assert GRACE_S / 2 <= float(kept.removeprefix("kept until ")) < GRACE_S - 1, "the loop's own end is of that half"
 
 
 @pytest.mark.parametrize("when", ["asyncrl.driver.RunDirectory.open", "asyncrl.driver.conclude"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tomlkit
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.loading import parse_command_line, resolve
@@ -47,7 +47,7 @@ def answer(argv: list[str], machine: Machine) -> None:
         resolve(parse_command_line(argv), machine)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(st.lists(TOKENS, max_size=8), MACHINES)
 def test_any_command_line_is_answered(argv: list[str], machine: Machine) -> None:
     answer(argv, machine)
@@ -72,7 +72,7 @@ def test_a_nul_character_is_refused_by_the_key_that_holds_it(load: Load, table: 
         load(toml=f"[{table}]\n{key} = {value}\n")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(list(fields())), VALUES), max_size=6), MACHINES)
 def test_any_file_is_answered(written: list[tuple[tuple[str, ...], Any]], machine: Machine) -> None:
     table: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -75,7 +75,7 @@ def sections(model: type[BaseModel], path: KeyPath = ()) -> st.SearchStrategy[An
     return st.fixed_dictionaries({}, optional=drawn).map(lambda chosen: model(**chosen))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(sections(Config))
 def test_toml_reads_back_as_the_same_configuration(config: Config) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ async def test_an_abandoned_spawn_leaves_no_process(host: EngineHost, tree: Tree
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(host.spawn, tree("engine-0"))
-                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()  # it asks in its first turn
                 scope.cancel()
         try:  # it ended before it had started, or was killed
             await host.wait("engine-0", timeout_s=30)  # a guardian has 10 s to kill its tree
@@ -72,11 +74,14 @@ async def test_a_blocked_loop_misses_nothing(host: EngineHost, python: PythonSpe
 async def test_a_block_longer_than_the_deadline_is_no_timeout(
     host: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await host.spawn(ProcessSpec("first", ("true",)))
+    await host.wait("first", timeout_s=30)
     monkeypatch.setattr("asyncrl.host.client.ANSWER_TIMEOUT_S", 0.2)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(host.spawn, ProcessSpec("engine-0", ("true",)))
         await anyio.wait_all_tasks_blocked()
-        time.sleep(0.5)  # noqa: ASYNC251 this is the point
+        select.select([host._lifeline], [], [], 30)  # the answer is there
+        time.sleep(0.3)  # noqa: ASYNC251 this is the point
     assert ANSWER_TIMEOUT_S == 30
 
 
@@ -180,7 +185,7 @@ async def test_the_host_is_small(host: EngineHost) -> None:
     assert resident_kib < 25 << 10
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3)), st.integers(1, 50))
 def test_lines_survive_any_cut(messages: list[dict[str, str]], size: int) -> None:
     stream = b"".join(encode(message) for message in messages)

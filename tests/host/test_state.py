@@ -166,7 +166,7 @@ class HostMachine(RuleBasedStateMachine):
             assert deadline <= self.now + max(SHUTDOWN_S, 10)
 
 
-HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestHostMachine = HostMachine.TestCase
 
 

@@ -35,6 +35,19 @@ def end_slowly(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, seconds: float) ->
     monkeypatch.setattr(fleet.host, "stop", slow)
 
 
+def end_when_told(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[anyio.Event, anyio.Event]:
+    """Processes that are to end set the first event, and end once the second is set."""
+    asked, may_end, stop = anyio.Event(), anyio.Event(), fleet.host.stop
+
+    async def slow(name: str, grace_s: float) -> ProcessExit:
+        asked.set()
+        await may_end.wait()
+        return await stop(name, grace_s)
+
+    monkeypatch.setattr(fleet.host, "stop", slow)
+    return asked, may_end
+
+
 def refuse_to_start(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
     """The machine is out of something for a while."""
     spawn, left = fleet.host.spawn, [times]
@@ -98,13 +111,14 @@ async def test_an_engine_that_is_being_stopped_is_in_no_publication(
         await publish(fleet, "0.0", None)
         await fleet.host.kill("engine-0")
         await eventually(lambda: fleet.states()[0] == "pending_weights")
-        end_slowly(fleet, monkeypatch, 0.5)
+        asked, may_end = end_when_told(fleet, monkeypatch)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(fleet.controller.stop_cell, "engine-0")
-            await anyio.wait_all_tasks_blocked()
+            await asked.wait()
             lease = await fleet.controller.begin_weight_update("0.1")
             assert [engine.engine_id for engine in lease.engines] == ["engine-1"]
             await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
+            may_end.set()
         assert fleet.states() == ["stopped", "serving"]
 
 
@@ -122,12 +136,13 @@ async def test_an_engine_that_is_being_stopped_is_started_only_afterwards(
         await eventually(
             lambda: fleet.states()[0] == state and (state != "dead" or bool(restartings(fleet, "engine-0")))
         )
-        end_slowly(fleet, monkeypatch, 0.3)
+        asked, may_end = end_when_told(fleet, monkeypatch)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(fleet.controller.stop_cell, "engine-0")
-            await anyio.wait_all_tasks_blocked()
+            await asked.wait()
             with pytest.raises(EngineError, match="engine-0 cannot be started: it is being stopped"):
                 fleet.controller.start_cell("engine-0")
+            may_end.set()
         assert fleet.states() == ["stopped", "serving"]
         monkeypatch.undo()
         fleet.engines[0].faults.clear()

@@ -158,7 +158,7 @@ def jobs(draw: st.DrawFn, rule: type[Admission] = Admission) -> Job:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(job=jobs())
 def test_nothing_is_trained_too_old_and_nothing_stands_still(job: Job) -> None:
     job.run(40)

@@ -169,7 +169,7 @@ class LedgerModel(RuleBasedStateMachine):
 
 
 TestLedgerModel = LedgerModel.TestCase
-TestLedgerModel.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestLedgerModel.settings = settings(max_examples=20, stateful_step_count=30)
 
 
 def a_log(*events: Event) -> list[dict[str, Any]]:

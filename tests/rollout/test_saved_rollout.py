@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
@@ -73,7 +73,6 @@ def plain(sample: Sample) -> Any:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # tables of st.text are made at its first draw
 @given(st.lists(groups(), max_size=4), st.lists(issues(), max_size=4), st.integers(0, 40))
 def test_what_was_saved_is_read_back_bit_for_bit(
     finished: list[tuple[Issue, SampleGroup]], again: list[Issue], drawn: int

@@ -51,7 +51,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[ScriptedEngine]:
-    engine = ScriptedEngine(latency=Latency(token_s=0.002), slots=2)
+    engine = ScriptedEngine(latency=Latency(token_s=0.01), slots=2)
     async with engine.serving():
         yield engine
 

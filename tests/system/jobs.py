@@ -62,6 +62,22 @@ def write_recipe(
     return recipe
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Of a process that may have ended by now: nothing."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    """Likewise."""
+    try:
+        return process.environ()
+    except psutil.NoSuchProcess:
+        return {}
+
+
 @dataclass
 class StartedJob:
     """A job in progress; `process` is the torchrun agent, or rank 0 itself without torchrun."""
@@ -103,13 +119,14 @@ class StartedJob:
 
     def rank_zero(self) -> psutil.Process:
         """The driver: the member whose command line runs the entrypoint directly."""
-        [driver] = [p for p in self.members() if str(TRAIN) in p.cmdline()[1:3] and p.environ().get("RANK", "0") == "0"]
+        mine = [p for p in self.members() if str(TRAIN) in command_line(p)[1:3]]
+        [driver] = [p for p in mine if environment(p).get("RANK", "0") == "0"]
         return driver
 
     def rank(self, number: int) -> psutil.Process:
         """A trainer rank under torchrun."""
-        ranks = [p for p in self.members() if p.environ().get("RANK") == str(number)]
-        [found] = [p for p in ranks if "/entrypoints/" in " ".join(p.cmdline()[1:3])]
+        ranks = [p for p in self.members() if environment(p).get("RANK") == str(number)]
+        [found] = [p for p in ranks if "/entrypoints/" in " ".join(command_line(p)[1:3])]
         return found
 
     def kill_all(self) -> None:
@@ -137,7 +154,9 @@ class StartedJob:
         """Seconds until no process of the job lived; its ports must be free then."""
         started = time.monotonic()
         while left := self.members():
-            assert time.monotonic() - started < within_s, f"left after {within_s} s: {[p.cmdline()[:4] for p in left]}"
+            assert time.monotonic() - started < within_s, (
+                f"left after {within_s} s: {[command_line(p)[:4] for p in left]}"
+            )
             time.sleep(0.1)
         for port in self.ports:
             assert (holder := holder_of(port)) is None, f"port {port} of the job is held by {holder}"

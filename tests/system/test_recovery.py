@@ -20,6 +20,7 @@ import pytest
 from asyncrl.data.fleet import EngineState
 from asyncrl.inference.engine_api import EngineClient
 from tests.system.conftest import RealFleet, started_fleet
+from tests.system.jobs import command_line
 from tests.system.load import TOKENS, Load, continuous_load
 
 pytestmark = [pytest.mark.anyio, pytest.mark.system]
@@ -38,7 +39,7 @@ class Strike:
     fault: str
     detection_s: float
     reissue_s: float | None
-    """Of the last of them; None where no request was lost."""
+    """Of the last of them that was lost for the first time; None where there was none."""
     lost: int
     """Requests that failed of it and were sent again."""
 
@@ -46,7 +47,7 @@ class Strike:
 def processes(fleet: RealFleet, port: str) -> psutil.Process:
     """The process that the host started on `port`."""
     for process in psutil.Process(fleet.host.pid).children(recursive=True):
-        line = process.cmdline()
+        line = command_line(process)
         if "--port" in line and line[line.index("--port") + 1] == port:
             return process
     raise AssertionError(f"nothing was started on port {port}")
@@ -57,7 +58,9 @@ def strike(fleet: RealFleet, fault: str, engine: int) -> None:
     url = fleet.controller.router_url if fault == "kill router" else urls[engine]
     target = processes(fleet, url.rpartition(":")[2])
     if "scheduler" in fault:
-        target = next(p for p in target.children(recursive=True) if p.cmdline()[0].startswith("sglang::scheduler"))
+        target = next(
+            p for p in target.children(recursive=True) if "".join(command_line(p)[:1]).startswith("sglang::scheduler")
+        )
     os.kill(target.pid, signal.SIGSTOP if fault.startswith("stop") else signal.SIGKILL)
 
 
@@ -70,8 +73,13 @@ def detected_at(fleet: RealFleet, since: int) -> float | None:
     return None
 
 
-async def strike_and_watch(fleet: RealFleet, load: Load, fault: str, engine: int) -> Strike:
-    """Strikes at a random moment of the load and waits until what it cost was sent again."""
+async def strike_and_watch(
+    fleet: RealFleet, load: Load, fault: str, engine: int, limit_s: float = 2 * REISSUE_LIMIT_S
+) -> Strike:
+    """Strikes at a random moment of the load and waits until what it cost was sent again.
+
+    `limit_s`: for those that were lost for the first time. Twice what is promised, for a machine that does much else.
+    """
     await load.progress(random.randrange(REQUESTS))
     events, failures = len(fleet.events.recent), len(load.failures)
     struck_at = anyio.current_time()
@@ -83,16 +91,22 @@ async def strike_and_watch(fleet: RealFleet, load: Load, fault: str, engine: int
             detected = detected_at(fleet, events)
     await anyio.sleep(2 * REISSUE_LIMIT_S)
     lost: dict[str, float] = {}
+    once: set[str] = set()
+    """Lost for the first time: who was lost before waits longer."""
     for at, failed in load.failures[failures:]:
         if at <= detected + REISSUE_LIMIT_S:
+            if failed.sample_id not in lost and failed.request_attempt == 0:
+                once.add(failed.sample_id)
             lost.setdefault(failed.sample_id, at)
     sent_again: dict[str, float] = {}
-    for at, sample_id in load.sent_again:  # of one that an earlier strike had cost already, the next time
-        if at >= lost.get(sample_id, math.inf):
-            sent_again.setdefault(sample_id, at)
-    assert sent_again.keys() == lost.keys()
-    reissue_s = max(sent_again.values()) - detected if lost else None
-    assert reissue_s is None or reissue_s < REISSUE_LIMIT_S
+    with anyio.fail_after(20):
+        while sent_again.keys() != lost.keys():
+            for at, sample_id in load.sent_again:  # of one that an earlier strike had cost already, the next time
+                if at >= lost.get(sample_id, math.inf):
+                    sent_again.setdefault(sample_id, at)
+            await anyio.sleep(0.1)
+    reissue_s = max(sent_again[sample_id] for sample_id in once) - detected if once else None
+    assert reissue_s is None or reissue_s < limit_s
     return Strike(fault, round(detected - struck_at, 3), None if reissue_s is None else round(reissue_s, 3), len(lost))
 
 
@@ -152,7 +166,7 @@ async def test_every_request_ends_well_ten_times_over(tiny_models: tuple[Path, P
     rounds = []
     async with fleet_under_load(tiny_models, tmp_path) as (fleet, load):
         for number in range(10 * len(kinds)):
-            struck = await strike_and_watch(fleet, load, kinds[number % len(kinds)], number % 2)
+            struck = await strike_and_watch(fleet, load, kinds[number % len(kinds)], number % 2, REISSUE_LIMIT_S)
             rounds.append(asdict(struck) | {"recovery_s": round(await recovery(fleet, load), 1)})
             print(rounds[-1])
             found = {"requests_in_flight": REQUESTS, "answered": len(load.answers), "failed": 0, "rounds": rounds}
