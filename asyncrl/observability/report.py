@@ -231,7 +231,7 @@ def _is_routine(event: Record) -> bool:
 
 def _count(report: RunReport, event: Record) -> None:
     kind = event["kind"]
-    if kind == "step_finished":
+    if kind in ("trainer_stepped", "step_finished"):  # the first alone where a stop found the step in progress
         report.steps = int(_number(event.get("step")))
     elif kind == "weights_published":
         report.publications.append(

@@ -13,6 +13,7 @@ from asyncrl.observability import report as report_module
 from asyncrl.observability.events import EventLog, FaultSeen, JobEnded, JobStarted, StepFinished, event_kinds
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.report import build_report, print_report, read_report
+from asyncrl.training.events import TrainerStepped
 
 
 def a_run(run_dir: Path) -> Path:
@@ -36,6 +37,14 @@ def a_run(run_dir: Path) -> Path:
 
 def line(kind: str, **fields: Any) -> dict[str, Any]:
     return {"v": 1, "attempt": 0, "time": 1000.0, "kind": kind, **fields}
+
+
+def test_a_step_that_a_stop_found_in_progress_counts(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    events = EventLog(run_dir / "events.jsonl", 2)
+    events.emit(TrainerStepped(rollout_id=2, step=3, seconds=1.0))
+    events.emit(JobEnded(reason="stopped by SIGTERM", exit_code=143))
+    assert read_report(run_dir).steps == 3
 
 
 def test_a_run_of_two_attempts_is_told(tmp_path: Path) -> None:
