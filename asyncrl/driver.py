@@ -83,7 +83,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         keep_graceful_stop()  # before `asyncrl stop` can find the run
         run = stack.enter_context(RunDirectory.open(loaded.config, loaded.sources))
         config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update={"dir": run.path})})
-        stack.enter_context(logging_to(run.path))
+        log = stack.enter_context(logging_to(run.path))
         stack.enter_context(dump_on_signal(sys.stderr))
         events = EventLog(run.events, run.attempt)
         stack.callback(events.close)
@@ -91,6 +91,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         stack.callback(metrics.close)
         display = make_display(config.run.display, run_dir=run.path)
         stack.callback(display.stop)
+        stack.callback(log.flush)  # its last lines belong above the table
         display.start(None)
         recorder = Recorder(display=display, metrics=metrics, events=events)
         events.emit(JobStarted(pid=os.getpid(), ranks=loaded.machine.world_size, total_steps=config.train.num_steps))
@@ -104,6 +105,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
                 )
         finally:
             rank_exit.expect_exit(outcome.exit_code)
+        log.flush()
         display.stop()
         if recorder.steps or outcome.reason == FINISHED:
             conclude(recorder, outcome.reason, run_dir=run.path, model=config.model.path)

@@ -178,7 +178,8 @@ def test_plain_output_says_what_it_waits_for_when_nothing_else_was_said() -> Non
         while "waiting for" not in stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
     display.stop()
-    assert "startup for 0.0 s: waiting for first generation from engine-0, 0.0 s of 600 s\n" in stream.getvalue()
+    said = r"^startup for \d+\.\d s: waiting for first generation from engine-0, \d+\.\d s of 600 s$"
+    assert re.search(said, stream.getvalue(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("mode", ["plain", "live"])
@@ -240,7 +241,7 @@ from asyncrl.observability.display import LiveDisplay, make_display
 from asyncrl.observability.run_view import StepReport
 from asyncrl.observability.logging import get_logger, logging_to
 
-with logging_to(None):
+with logging_to(None) as log:
     display = make_display("auto")
     assert isinstance(display, LiveDisplay)
     display.start(30)
@@ -251,6 +252,10 @@ with logging_to(None):
         display.step(StepReport(step=i, reward_mean=i / 30, response_length=9, tokens_per_s=80, loss=0.0, seconds=0.02,
                                 time_split={"generate": 0.02}))
         time.sleep(0.02)
+        give_up = time.monotonic() + 20
+        while i in (10, 20) and display._lines and time.monotonic() < give_up:  # a drawing takes them with it
+            time.sleep(0.01)
+    log.flush(20)  # as the driver does: its thread may be late
     display.stop()
 """
 
@@ -292,7 +297,7 @@ def test_log_lines_do_not_tear_the_live_table(tmp_path: Path) -> None:
     os.close(master)
     assert process.returncode == 0
     output = b"".join(chunks).decode()
-    assert output.count("step 1") > 1  # it was drawn more than once
+    assert set(re.findall(r"step (\d+)/30", output)) - {"0", "30"}, "it was drawn while lines came"
     screen = screen_after(output)
     for kind in ("log", "printed", "note"):
         seen = [int(m[1]) for line in screen if (m := re.search(rf"{kind} line (\d+)\.\s*$", line))]

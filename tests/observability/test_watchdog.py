@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -18,7 +20,7 @@ from structlog.testing import capture_logs
 
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import Wait, WaitRegistry
-from asyncrl.observability.watchdog import LoopMonitor, OverdueWaits, watch_stalls
+from asyncrl.observability.watchdog import _LOOK_S, LoopMonitor, OverdueWaits, watch_stalls
 
 pytestmark = pytest.mark.anyio
 
@@ -28,6 +30,11 @@ THRESHOLD_S = 0.3
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110  # what is awaited is a log line, which sets no event
         await anyio.sleep(0.01)
+
+
+def told(logs: list[Any]) -> list[str]:
+    """The warnings in `logs`, but for those that a busy machine earned by not letting the process run."""
+    return [line["event"] for line in logs if "the process did not run" not in line["event"]]
 
 
 def test_a_wait_is_reported_once_when_half_of_its_deadline_is_over() -> None:
@@ -64,52 +71,69 @@ async def test_a_silent_engine_is_named_in_the_log() -> None:
     (event,) = events.recent
     assert (event["kind"], event["component"]) == ("fault_seen", "engine-1")
     assert line["log_level"] == "warning"
-    assert re.fullmatch(r"still waiting for response from engine-1, 0\.\d s of 0\.1 s", line["event"])
+    assert re.fullmatch(r"still waiting for response from engine-1, \d+\.\d s of 0\.1 s", line["event"])
 
 
-def slow_reward() -> None:
-    time.sleep(2.5 * THRESHOLD_S)
+Reward = Callable[[threading.Event], None]
+"""Blocks until it is told that this is enough: by a thread, whose stack nobody looks at."""
 
 
-def reward_that_waits_for_a_lock() -> None:
-    threading.Event().wait(2.5 * THRESHOLD_S)
+def slow_reward(enough: threading.Event) -> None:
+    while not enough.is_set():
+        time.sleep(0.05)
 
 
-def reward_that_computes_in_c() -> None:
-    started = time.monotonic()
-    while time.monotonic() < started + 2 * THRESHOLD_S:
-        sum(range(20_000_000))  # one call into C, which keeps the interpreter's lock throughout
+def reward_that_waits_for_a_lock(enough: threading.Event) -> None:
+    enough.wait()
 
 
-async def blocked_by(function: Callable[[], None], events: EventLog | None = None) -> list[str]:
-    """The warnings that a loop gets which `function` blocks."""
+def reward_that_computes_in_c(enough: threading.Event) -> None:
+    while not enough.is_set():
+        sum(range(30_000_000))  # one call into C, which keeps the interpreter's lock throughout
+
+
+async def blocked_by(function: Reward, events: EventLog | None = None) -> list[str]:
+    """The warnings that a loop gets which `function` blocks, from the one on that names it."""
     monitor = LoopMonitor(threshold_s=THRESHOLD_S, events=events)
+    enough = threading.Event()
+
+    def tell_when_named() -> None:
+        give_up = time.monotonic() + 10
+        while not named() and time.monotonic() < give_up:
+            time.sleep(0.02)
+        time.sleep(1.5 * _LOOK_S)  # for another look, which is to find nothing new
+        enough.set()
+
     with capture_logs() as logs:
+
+        def named() -> list[str]:
+            return list(dropwhile(lambda event: function.__name__ not in event, told(logs)))
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(monitor.run)
+            threading.Thread(target=tell_when_named).start()
             await anyio.sleep(0.3)
-            function()
+            function(enough)
             with anyio.fail_after(5):
-                await until(lambda: any("turns again" in line["event"] for line in logs))
+                await until(lambda: len(named()) > 1)
             tasks.cancel_scope.cancel()
-    assert monitor.statistics().blocks == 1
+    assert monitor.statistics().blocks == sum("is blocked for" in event for event in told(logs))
     assert monitor.statistics().max_lag_s > THRESHOLD_S
-    return [line["event"] for line in logs]
+    return named()
 
 
 @pytest.mark.parametrize("function", [slow_reward, reward_that_waits_for_a_lock, reward_that_computes_in_c])
 @pytest.mark.parametrize("uvloop", [True, False])
 async def test_the_function_that_blocks_the_loop_is_named_with_its_line(
-    function: Callable[[], None], anyio_backend: object, uvloop: bool
+    function: Reward, anyio_backend: object, uvloop: bool
 ) -> None:
     events = EventLog(None)
-    blocked, again = await blocked_by(function, events)
+    blocked, again, *_ = await blocked_by(function, events)
     place = rf"{function.__name__} \({re.escape(__file__)}:\d+\)"
-    assert re.fullmatch(rf"the event loop is blocked for \d\.\d s by {place}; give that work to .*", blocked)
-    assert re.fullmatch(r"the event loop turns again after \d\.\d s", again)
-    (event,) = events.recent
+    assert re.fullmatch(rf"the event loop is blocked for \d+\.\d s by {place}; give that work to .*", blocked)
+    assert re.fullmatch(r"the event loop turns again after \d+\.\d s", again)
+    (event,) = [event for event in events.recent if function.__name__ in event["what"]]
     assert (event["kind"], event["component"]) == ("fault_seen", "event loop")
-    assert function.__name__ in event["what"]
 
 
 @pytest.fixture
@@ -123,9 +147,10 @@ async def test_a_loop_that_keeps_its_pace_is_left_alone() -> None:
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(monitor.run)
-            await anyio.to_thread.run_sync(slow_reward)  # slow, but in a thread
+            await anyio.to_thread.run_sync(time.sleep, 2.5 * THRESHOLD_S)  # slow, but in a thread
             tasks.cancel_scope.cancel()
-    assert logs == []
+    held_up = monitor.statistics().max_lag_s > THRESHOLD_S  # by the machine, and then it may be told
+    assert told(logs) == [] or held_up
     assert monitor.statistics().blocks == 0
 
 
@@ -136,11 +161,11 @@ async def test_a_loop_starved_by_an_import_is_no_news_and_one_that_stays_so_is()
     with capture_logs() as logs:
         watch.start()
         with anyio.fail_after(10):
-            await until(lambda: bool(logs))
+            await until(lambda: bool(told(logs)))
         monitor._stop.set()
         await anyio.to_thread.run_sync(watch.join)
-    (line,) = logs
-    late = re.fullmatch(r"the event loop did not turn for (\S+) s, yet runs nothing: starved by .*", line["event"])
+    (line,) = told(logs)
+    late = re.fullmatch(r"the event loop did not turn for (\S+) s, yet runs nothing: starved by .*", line)
     assert late is not None and float(late[1]) >= 1.0
 
 
@@ -172,15 +197,22 @@ anyio.run(main, backend_options={"use_uvloop": True})
 
 
 def test_a_stopped_process_is_not_taken_for_a_blocked_loop() -> None:
-    with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as process:
+    stood_still = re.compile(r"the process did not run for (\d+\.\d) s: stopped, suspended, or starved of CPU")
+    with (
+        subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as process,
+        killed_after(30, process),
+    ):
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert any("ready" in line for line in process.stdout)
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.0)
         process.send_signal(signal.SIGCONT)
-        with killed_after(10, process):
-            line = process.stdout.readline()
-    assert re.search(r"the process did not run for [01]\.\d s: stopped, suspended, or starved of CPU", line)
+        for line in process.stdout:
+            assert "the event loop is blocked" not in line
+            if (found := stood_still.search(line)) and float(found[1]) >= 1.0:  # less: by the machine, before
+                break
+        else:
+            pytest.fail("nothing was said about the stop")
 
 
 DUMP = """
@@ -190,7 +222,7 @@ from asyncrl.observability.watchdog import dump_on_signal
 
 def stuck():
     print("ready", flush=True)
-    time.sleep(5)
+    time.sleep(60)
 
 with open(sys.argv[1], "w") as stream, dump_on_signal(stream), WAITS.register("ack", "trainer rank 1", 60.0):
     stuck()
@@ -203,9 +235,9 @@ def test_a_signal_dumps_every_stack_and_the_waits(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGUSR2)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while "waits for" not in path.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         process.kill()
     assert "in stuck" in path.read_text()
-    assert re.search(r"driver waits for: ack from trainer rank 1, 0\.\d s of 60 s", path.read_text())
+    assert re.search(r"driver waits for: ack from trainer rank 1, \d+\.\d s of 60 s", path.read_text())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import pytest
 
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+from asyncrl.rollout.executor import RolloutExecutor
 from tests.scripted import Latency, ScriptedEngine, ScriptedRouter
 
 
@@ -60,6 +64,26 @@ async def eventually(satisfied: Callable[[], bool], timeout_s: float = 10.0) -> 
             if satisfied():
                 return
             await anyio.sleep(0.005)
+
+
+def deadlines(executor: RolloutExecutor) -> set[float]:
+    """Of what the executor has on the wire; infinite while their clock stands still."""
+    return {wait.scope.deadline for wait in executor._started.engines.clock._waits}
+
+
+def let_time_out(executor: RolloutExecutor) -> None:
+    """What is on the wire is out of time. The rest had all the time that a busy machine took for it."""
+    for wait in executor._started.engines.clock._waits:
+        wait.scope.deadline = -math.inf
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, module: str, subject: str, timeout_s: float) -> None:
+    """Waits of `module` for `subject` end after `timeout_s`. All others keep their deadlines."""
+
+    def hurried(what: str, whom: str, allowed_s: float) -> Any:
+        return waiting(what, whom, timeout_s if subject in whom else allowed_s)
+
+    monkeypatch.setattr(f"{module}.waiting", hurried)
 
 
 def told(events: EventLog, kind: str) -> list[dict[str, Any]]:

@@ -137,11 +137,6 @@ def where(sample: Sample, prompt: Prompt, *, file: str) -> float:
     return 1.0
 
 
-def naps(sample: Sample, prompt: Prompt, *, seconds: float) -> float:
-    time.sleep(seconds)
-    return 1.0
-
-
 may_return = threading.Event()
 
 

@@ -20,7 +20,7 @@ from asyncrl.rollout.engine_control import EngineControl, Told
 from asyncrl.rollout.events import RequestsAborted
 from asyncrl.rollout.production import Issue
 from asyncrl.rollout.retry import MOST_ATTEMPTS, RetryPolicy
-from tests.rollout.fleet import Fleet, eventually, fleet_of
+from tests.rollout.fleet import Fleet, eventually, fleet_of, hurry
 from tests.scripted import Latency, hang
 
 LONG = msgspec.Raw(b'{"max_new_tokens":5000,"temperature":1.0,"ignore_eos":true}')
@@ -135,8 +135,8 @@ async def test_ids_that_no_engine_knows_disturb_nobody() -> None:
 
 
 async def test_an_engine_that_is_silent_delays_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.rollout.engine_control._CALL_TIMEOUT_S", 0.3)
     async with rig() as r:
+        hurry(monkeypatch, "asyncrl.rollout.engine_control", r.fleet.engines[0].url, 0.3)
         r.fleet.engines[0].script(hang("abort_request", times=None))
         async with anyio.create_task_group() as tasks:
             for index in range(6):

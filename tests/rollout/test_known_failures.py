@@ -19,7 +19,7 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.ledger import GroupState
 from asyncrl.rollout.wire import FailureKind
 from tests.rollout.conftest import StartExecutor
-from tests.rollout.fleet import eventually, told
+from tests.rollout.fleet import eventually, let_time_out, told
 from tests.rollout.test_executor import group_of, sample_of
 from tests.scripted.answers import Action, scripted_engine
 
@@ -33,13 +33,14 @@ async def test_the_last_response_of_a_batch_that_is_swallowed_is_asked_for_again
     def script(request: dict[str, Any], number: int) -> Action:
         return Action(fault="hang" if number == samples - 1 else None)
 
-    rollout = {"prompts_per_step": 16, "samples_per_prompt": 16, "request_timeout_s": 1.0}
+    rollout = {"prompts_per_step": 16, "samples_per_prompt": 16, "request_timeout_s": 60}
     async with scripted_engine(script) as engine, start_executor(engine, rollout=rollout) as executor:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(executor.get, 0)
             await engine.until(lambda e: len(e.requests) == samples and e.in_flight == 1)
             last = engine.requests[-1]["rid"]
             await eventually(lambda: [wait.subject for wait in WAITS.snapshot() if wait.what == "response"] == [last])
+            let_time_out(executor)
         assert executor.last_rollout.samples == samples and executor.last_rollout.failed_attempts == 1
     assert [line["failure"] for line in told(events, "request_failed")] == ["timed_out"]
 

@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config.rollout import RewardConfig
 from asyncrl.errors import EngineError, HostLostError, RewardError
 from asyncrl.host import EngineHost, ProcessExit, ProcessSpec
+from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.rewards import pool, scorer
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
@@ -40,23 +41,27 @@ async def one_thread(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[anyio.Cap
 
 
 async def test_the_wait_for_a_thread_is_not_held_against_a_sample(
-    tmp_path: Path, one_thread: anyio.CapacityLimiter
+    tmp_path: Path, one_thread: anyio.CapacityLimiter, told_to_return: None
 ) -> None:
     rewards: list[float | None] = []
-    async with scorer_of("naps", tmp_path, timeout_s=1.5, seconds=0.6) as scorer, anyio.create_task_group() as tasks:
+    async with scorer_of("hangs_until_told", tmp_path) as scorer, anyio.create_task_group() as tasks:
 
         async def one() -> None:
             rewards.append((await scorer.score(*sample_of())).reward)
 
-        for _ in range(4):  # 2.4 s, one after the other
+        for _ in range(4):
             tasks.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        # a deadline and its entry among the waits are one thing
+        assert [wait.what for wait in WAITS.snapshot()] == ["reward"], "the clock of the first runs, and no other"
+        may_return.set()
     assert rewards == [1.0] * 4
 
 
 async def test_rewards_need_no_thread_that_the_drivers_file_work_has(
     tmp_path: Path, one_thread: anyio.CapacityLimiter
 ) -> None:
-    async with one_thread, scorer_of("good", tmp_path, timeout_s=2.0) as scorer:
+    async with one_thread, scorer_of("good", tmp_path, timeout_s=10.0) as scorer:
         assert (await scorer.score(*sample_of())).reward == 1.0
 
 

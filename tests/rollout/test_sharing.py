@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
+from tests.rollout.fleet import deadlines
 from tests.rollout.test_executor import group_of
 from tests.scripted.answers import Action, scripted_engine
 
@@ -124,7 +126,7 @@ async def test_another_executor_that_its_loop_tells_of_an_update_loses_nothing_t
 ) -> None:
     """In the order that the README gives."""
     update = {**SHARED, "weights": {"on_update": "in_place"}}
-    update["rollout"] = {**SHARED["rollout"], "request_timeout_s": 0.3, "request_retries": 0}
+    update["rollout"] = {**SHARED["rollout"], "request_timeout_s": 20, "request_retries": 0}
     async with (
         scripted_engine(lambda request, number: Action(fault="hang" if number < 6 else None)) as engine,
         start_executor(engine, **update) as other,
@@ -137,7 +139,8 @@ async def test_another_executor_that_its_loop_tells_of_an_update_loses_nothing_t
             async with other.updating():
                 other.engines_paused()
                 try:
-                    await anyio.sleep(0.5)  # a publication that takes longer than the deadline
+                    await anyio.wait_all_tasks_blocked()
+                    assert deadlines(other) == {math.inf}, "the publication may take as long as it will"
                     engine.version = "0.1"
                 finally:
                     other.engines_resumed()

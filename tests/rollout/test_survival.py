@@ -15,7 +15,7 @@ from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from tests.rollout.conftest import StartExecutor
-from tests.rollout.fleet import eventually, fleet_of, told
+from tests.rollout.fleet import eventually, fleet_of, hurry, let_time_out, told
 from tests.rollout.test_executor import group_of, sample_of
 from tests.scripted import Latency, hang
 from tests.scripted.answers import Action, scripted_engine
@@ -74,8 +74,16 @@ async def test_an_engine_that_dies(start_executor: StartExecutor, events: EventL
 async def test_a_response_that_never_comes(start_executor: StartExecutor, events: EventLog) -> None:
     async with fleet_of(2, BRISK) as fleet:
         fleet.engines[1].script(hang("generate", nth=6))
-        async with start_executor(fleet, rollout={"request_timeout_s": 1.0}) as executor:
-            batches = await run(executor, 1)
+        async with start_executor(fleet, rollout={"request_timeout_s": 60}) as executor:
+            async with anyio.create_task_group() as tasks:
+                batches: list[RolloutBatch] = []
+
+                async def steps() -> None:
+                    batches.extend(await run(executor, 1))
+
+                tasks.start_soon(steps)
+                await eventually(lambda: executor.statistics().client.completed == 11)
+                let_time_out(executor)
             assert executor.last_rollout.failed_attempts == 1
             await eventually(lambda: executor.statistics().aborted_requests == 1)
     check_books(events, batches)
@@ -84,14 +92,18 @@ async def test_a_response_that_never_comes(start_executor: StartExecutor, events
     assert told(events, "requests_aborted")[0]["reasons"] == {"timed_out": 1}
 
 
-async def test_a_reward_that_hangs(start_executor: StartExecutor, events: EventLog, host: EngineHost) -> None:
+async def test_a_reward_that_hangs(
+    start_executor: StartExecutor, events: EventLog, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch, "asyncrl.rollout.rewards.pool", "00000001.002", 0.5)
+
     def script(request: dict[str, Any], number: int) -> Action:
         return Action(text="hang" if group_of(request) == 1 and sample_of(request) == 2 else "yes")
 
-    reward = {"function": f"{FUNCTIONS}:endless_by_text", "timeout_s": 1.0, "workers": 1}
+    reward = {"function": f"{FUNCTIONS}:endless_by_text", "timeout_s": 20, "workers": 1}
     async with scripted_engine(script) as engine, start_executor(engine, host=host, reward=reward) as executor:
         batches = await run(executor, 2)
-        assert executor.statistics().reward_failures == {"the reward took longer than 1 s and was ended": 1}
+        assert executor.statistics().reward_failures == {"the reward took longer than 20 s and was ended": 1}
     check_books(events, batches, missing=1)
     assert batches[0].num_samples == 11 and "00000001.002" not in batches[0].sample_ids
     assert [line["sample_id"] for line in told(events, "reward_failed")] == ["00000001.002"]
