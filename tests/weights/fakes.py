@@ -98,7 +98,7 @@ class AccountingFleet:
     hooks: dict[str, Hook] = field(default_factory=dict)
     """Run in the middle of `begin`, `commit` or `abort`."""
     leases: int = 0
-    settle_s: float = 0.2
+    settle_s: float = 5.0
     in_use: frozenset[Path] = frozenset()
     directories: list[Path | None] = field(default_factory=list)
     """Of copies, by commit."""

@@ -78,7 +78,11 @@ async def run(
     events: EventLog,
     version: str = "0.1",
     copies: Copies | None = None,
+    *,
+    timeout_s: float = 5.0,
+    disk_timeout_s: float = 5.0,
 ) -> PublicationReport:
+    """Short timeouts are for what hangs: anything else may take as long as a busy machine makes it."""
     return await publish(
         fleet,
         source,
@@ -87,12 +91,12 @@ async def run(
         attempts=2,
         events=events,
         copies=copies,
-        begin_timeout_s=0.2,
-        cleanup_timeout_s=0.2,
-        idle_timeout_s=0.2,
-        abandon_timeout_s=0.2,
-        reserve_timeout_s=0.2,
-        copy_timeout_s=0.2,
+        begin_timeout_s=timeout_s,
+        cleanup_timeout_s=timeout_s,
+        idle_timeout_s=timeout_s,
+        abandon_timeout_s=timeout_s,
+        reserve_timeout_s=disk_timeout_s,
+        copy_timeout_s=disk_timeout_s,
     )
 
 
@@ -152,9 +156,10 @@ async def test_nothing_stays_paused_and_the_next_publication_succeeds(
         fleet.hooks["abort"] = fault
 
     succeeded = False
+    settle_s, fleet.settle_s = fleet.settle_s, 0.2
     with anyio.fail_after(10.0), scope:
         try:
-            await run(fleet, source, transport, events)
+            await run(fleet, source, transport, events, timeout_s=0.2)
             succeeded = True
         except (RuntimeError, TrainerError, WeightUpdateError, TimeoutError):
             pass
@@ -165,6 +170,7 @@ async def test_nothing_stays_paused_and_the_next_publication_succeeds(
 
     if step == "idle":
         source.call = original  # type: ignore[method-assign]
+    fleet.settle_s = settle_s
     fleet.hooks.clear()
     transport.hooks.clear()
     transport.results = []
@@ -244,8 +250,8 @@ async def test_a_disk_that_hangs_costs_the_copy_and_neither_the_publication_nor_
     monkeypatch.setattr(CopyWriter if step == "reserve" else Copies, step, lambda *_: answers.wait(60))
     try:
         with anyio.fail_after(20.0):
-            report = await run(fleet, source, ScriptedTransport(), events, copies=Copies(tmp_path))
-            again = await run(fleet, source, ScriptedTransport(), events, "0.2", copies=Copies(tmp_path))
+            report = await run(fleet, source, ScriptedTransport(), events, "0.1", Copies(tmp_path), disk_timeout_s=0.2)
+            again = await run(fleet, source, ScriptedTransport(), events, "0.2", Copies(tmp_path), disk_timeout_s=0.2)
     finally:
         answers.set()
     assert max(report.pause_s, again.pause_s) < 10.0

@@ -151,10 +151,13 @@ class CheckpointSaver:
         except BaseException as error:
             self._writing = None
             writing.ended.set()
-            if not isinstance(error, OSError):  # TimeoutError is one
-                raise
-            self._fault(f"no checkpoint of step {step}: {error}")
-            return None
+            # The disk may be at work on it, and make it yet.
+            self._thread().submit(lambda: self._store.discard(staging), what="removal of an unused directory")
+            failed = isinstance(error, OSError)  # TimeoutError is one
+            self._fault(f"no checkpoint of step {step}: {error if failed else 'it was given up'}")
+            if failed:
+                return None
+            raise
         self._task_group.start_soon(self._complete, writing, dict(tensors), dict(extra), name="checkpoint")
         try:
             await copy(number, staging)
