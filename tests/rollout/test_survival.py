@@ -159,11 +159,11 @@ async def test_a_pause_that_is_longer_than_the_deadline(start_executor: StartExe
 
 async def test_requests_that_an_update_aborts(start_executor: StartExecutor, events: EventLog) -> None:
     sections = {"rollout": {"max_staleness": 1, "request_retries": 0}, "weights": {"on_update": "abort"}}
-    async with fleet_of(2, Latency(token_s=0.2)) as fleet, start_executor(fleet, **sections) as executor:
+    async with fleet_of(2, Latency(token_s=0.6)) as fleet, start_executor(fleet, **sections) as executor:
         executor.set_weight_version("0.0")
         executor.generate_ahead(0, 2)
         await eventually(lambda: fleet.running == 24)
-        await anyio.sleep(0.3)  # a token or more of eight
+        await anyio.sleep(0.9)  # a token or more of eight
         async with executor.updating():
             assert fleet.running == 0, "ended by their ids, and nothing is sent before the new weights"
             known = sum(len(engine.generation.makers) for engine in fleet.engines)
@@ -171,6 +171,7 @@ async def test_requests_that_an_update_aborts(start_executor: StartExecutor, eve
             assert fleet.running + fleet.waiting == 0
             for engine in fleet.engines:
                 engine.generation.stamp("0.1")
+                engine.generation._latency = BRISK
             executor.set_weight_version("0.1")
         batches = await run(executor, 2)
         statistics = executor.statistics()
