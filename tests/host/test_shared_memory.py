@@ -38,12 +38,21 @@ DIES_AT_ONCE = MAP + "held = hold(sys.argv[1]); os.kill(os.getpid(), signal.SIGK
 CHILD_DIES_AT_ONCE = (
     MAP
     + """
+guardian = os.getppid()
+def looks():  # it sleeps between two looks
+    with open(f"/proc/{guardian}/status") as status:
+        return int(status.read().split("\\nvoluntary_ctxt_switches:")[1].split()[0])
+def let_it_look():
+    until = looks() + 3
+    while looks() < until:
+        time.sleep(0.05)
 if os.fork() == 0:
-    time.sleep(1.2)  # it was seen by then
+    seen = hold(sys.argv[2])  # a new file: it looks who has mapped it
+    let_it_look()
     held = hold(sys.argv[1])
     os.kill(os.getpid(), signal.SIGKILL)
 os.wait()
-time.sleep(0.8)
+let_it_look()
 """
 )
 
@@ -70,8 +79,9 @@ async def test_what_a_child_had_mapped_goes_with_the_tree_and_what_is_anybody_el
     directory.mkdir()
     ready = tmp_path / "ready"
     paths = (ours, older, mapped_here, directory / "model.safetensors")
-    await host.spawn(python("engine-0", CHILD_HOLDS, str(ready), *map(str, paths)))
-    await eventually(ready.exists)
+    with older.open("r+b") as file, mmap.mmap(file.fileno(), 16):  # else any other job on this machine may take it
+        await host.spawn(python("engine-0", CHILD_HOLDS, str(ready), *map(str, paths)))
+        await eventually(ready.exists)
     unmapped = shm("notes-")
     unmapped.write_text("of somebody else")
     with mapped_here.open("r+b") as file, mmap.mmap(file.fileno(), 16):
@@ -84,10 +94,10 @@ async def test_what_a_child_had_mapped_goes_with_the_tree_and_what_is_anybody_el
 async def test_a_file_that_was_made_in_the_last_instant_goes_too(
     host: EngineHost, python: PythonSpec, shm: Callable[[str], Path], script: str
 ) -> None:
-    path = shm("sem.")
-    await host.spawn(python("engine-0", script, str(path)))
+    path, other = shm("sem."), shm("sem.")
+    await host.spawn(python("engine-0", script, str(path), str(other)))
     await host.wait("engine-0")
-    assert not path.exists()
+    assert not path.exists() and not other.exists()
 
 
 async def test_files_go_although_the_host_was_killed(

@@ -15,7 +15,7 @@ from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlaceme
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
-from tests.scripted import ScriptedEngine, ScriptedHost, ScriptedRouter
+from tests.scripted import Fault, ScriptedEngine, ScriptedHost, ScriptedRouter, instead
 
 
 @pytest.fixture
@@ -48,6 +48,20 @@ async def eventually(satisfied: Callable[[], bool], timeout_s: float = 20.0) -> 
             if satisfied():
                 return
             await anyio.sleep(0.01)
+
+
+def cancelled_in(scope: anyio.CancelScope, endpoint: str, callers: int = 1, **more: Any) -> Fault:
+    """A call that gets no answer; `scope` is cancelled as soon as `callers` wait for one, of one server or several."""
+    waiting = 0
+
+    async def cancel() -> None:
+        nonlocal waiting
+        waiting += 1
+        if waiting == callers:
+            scope.cancel()
+        await anyio.sleep_forever()
+
+    return instead(endpoint, cancel, **more)
 
 
 async def dispose_within(fleet: Fleet, seconds: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import save_file
 
 from asyncrl.errors import EngineError
-from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
+from tests.inference.conftest import Fleet, StartFleet, cancelled_in, cpu_layout, eventually
 from tests.inference.test_models import beside
 from tests.inference.test_recovery import FAST, publish, serves
 from tests.inference.test_updates import tensors_of
@@ -199,9 +199,11 @@ async def test_without_a_section_there_is_none(start_fleet: StartFleet, tmp_path
 async def test_a_pin_that_is_cancelled_leaves_none_that_serves(start_fleet: StartFleet, tmp_path: Path) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
         await evaluated.fleet.controller.start_eval_fleet()
-        evaluated.engines[1].script(instead("update_weights_from_disk", anyio.sleep_forever))
-        with anyio.move_on_after(0.3):
-            await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
+        checkpoint = evaluated.checkpoint("0.3")
+        with anyio.CancelScope() as scope:
+            evaluated.engines[1].script(cancelled_in(scope, "update_weights_from_disk"))
+            await evaluated.fleet.controller.pin_eval_fleet(checkpoint, "0.3")
+        assert scope.cancelled_caught
         assert evaluated.states() == ["pending_weights", "pending_weights"]
         assert evaluated.router.workers == []
         await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.4"), "0.4")

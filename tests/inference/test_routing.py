@@ -13,11 +13,11 @@ from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.router import Worker
 from asyncrl.inference.routing import Routing
-from tests.inference.conftest import StartFleet, eventually
+from tests.inference.conftest import StartFleet, cancelled_in, eventually
 from tests.inference.test_eval_fleet import with_eval_fleet
 from tests.inference.test_recovery import serves
 from tests.inference.test_updates import acks, deliver
-from tests.scripted import ScriptedHost, hang, refuse
+from tests.scripted import ScriptedHost, instead, refuse
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +27,9 @@ async def test_an_engine_whose_registration_was_cancelled_is_registered_all_the_
         await fleet.controller.wait_ready()
         lease = await fleet.controller.begin_weight_update("0.0")
         deliver(fleet, "0.0")
-        fleet.router.faults.add(hang("add_worker", times=2))  # the router takes nothing in from these
-        with anyio.move_on_after(0.3) as scope:
+        with anyio.CancelScope() as scope:
+            # the router takes nothing in from these
+            fleet.router.faults.add(cancelled_in(scope, "add_worker", callers=2, times=2))
             await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert scope.cancelled_caught
         assert fleet.states() == ["serving", "serving"]  # it was committed
@@ -115,11 +116,21 @@ async def test_a_pin_that_is_cancelled_in_its_registration_leaves_nobody_listed(
 ) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
         await evaluated.fleet.controller.start_eval_fleet()
-        evaluated.router.faults.add(hang("add_worker", seconds=0.5))
-        with anyio.move_on_after(0.3) as scope:
-            await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
+        checkpoint = evaluated.checkpoint("0.3")
+        goes_on, taken_in = anyio.Event(), anyio.Event()
+
+        async def take_in_late() -> None:
+            scope.cancel()
+            await goes_on.wait()
+            evaluated.router.workers = [engine.url for engine in evaluated.engines]
+            taken_in.set()
+
+        evaluated.router.faults.add(instead("add_worker", take_in_late))
+        with anyio.CancelScope() as scope:
+            await evaluated.fleet.controller.pin_eval_fleet(checkpoint, "0.3")
         assert scope.cancelled_caught
-        await anyio.sleep(0.4)  # the router takes it in now
+        goes_on.set()
+        await taken_in.wait()
         await eventually(lambda: evaluated.router.workers == [])
         assert evaluated.states() == ["pending_weights", "pending_weights"]
 

@@ -26,17 +26,18 @@ from tests.inference.transaction_rig import (
     cancel_at,
     check_after,
     fail_one_engine,
+    rig,
+    set_deadlines,
     shorten_deadlines,
 )
-from tests.inference.transaction_rig import impatient_rig as rig
 from tests.scripted import Fault, die, hang, instead, refuse
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_deadlines(monkeypatch)
+def deadlines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_deadlines(request, monkeypatch)
 
 
 # what goes wrong, and where
@@ -98,8 +99,11 @@ async def test_an_engine_dies_having_done_the_step(start_fleet: StartFleet, step
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
-async def test_an_engine_is_stopped_as_by_sigstop(start_fleet: StartFleet, step: str) -> None:
+async def test_an_engine_is_stopped_as_by_sigstop(
+    start_fleet: StartFleet, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does what it was asked, answers nothing more, and its kernel goes on accepting connections."""
+    shorten_deadlines(monkeypatch)
     endpoint, nth = STEPS[step]
     async with rig(start_fleet) as r:
         await r.publish("0.0")
@@ -144,6 +148,7 @@ async def test_a_disk_that_cannot_be_written_leaves_the_old_version_serving(
 async def test_a_trainer_that_never_joins_the_group_costs_a_bounded_time_and_no_engine(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shorten_deadlines(monkeypatch)
     async with rig(start_fleet) as r:
         await r.publish("0.0")
         await r.transport.aclose()

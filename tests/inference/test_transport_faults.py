@@ -24,9 +24,9 @@ from tests.inference.transaction_rig import (
     check_after,
     fail_one_engine,
     fail_trainer,
-    shorten_deadlines,
+    rig,
+    set_deadlines,
 )
-from tests.inference.transaction_rig import impatient_rig as rig
 from tests.scripted import refuse
 
 pytestmark = pytest.mark.anyio
@@ -83,8 +83,8 @@ TRAINER_STEPS: dict[str, dict[str, str | int]] = {
 
 
 @pytest.fixture(autouse=True)
-def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_deadlines(monkeypatch)
+def deadlines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_deadlines(request, monkeypatch)
 
 
 def by(transport: str, tmp_path: Path) -> dict[str, Any]:
@@ -196,7 +196,7 @@ async def test_the_router_refuses_every_engine_and_what_is_committed_stays_so(
         assert r.fleet.controller.fleet().published_version == "0.0"
         with anyio.fail_after(BOUND_S):
             await r.fleet.controller.prepare_rollout(0)
-        await eventually(lambda: r.serves(0, "0.0") and r.serves(1, "0.0"), 5)
+        await eventually(lambda: r.serves(0, "0.0") and r.serves(1, "0.0"))
         assert min(engine.lives for engine in r.fleet.engines) > 1
         assert r.fleet.kinds().count("weight_update_failed") == 0
         await check_after(r, "0.1")
@@ -223,7 +223,7 @@ async def test_an_engine_that_is_started_again_gets_its_weights_without_a_public
         await r.publish("0.0")
         for number in (1, 0):
             await r.fleet.host.kill(f"engine-{number}")
-            await eventually(lambda number=number: r.fleet.engines[number].lives == 2 and r.serves(number, "0.0"), 5)
+            await eventually(lambda number=number: r.fleet.engines[number].lives == 2 and r.serves(number, "0.0"))
         assert r.complaints() == []
         assert r.fleet.controller.statistics().updates_committed == 1
 
@@ -237,8 +237,8 @@ async def test_weights_that_are_published_again_come_with_a_copy_that_can_be_loa
         (damaged / "model.safetensors").write_bytes(b"damaged")
         for number in (0, 1):
             await r.fleet.host.kill(f"engine-{number}")
-        await eventually(lambda: r.fleet.controller.fleet().needs_publication, 5)
+        await eventually(lambda: r.fleet.controller.fleet().needs_publication)
         await r.publish("0.0")
         await r.fleet.host.kill("engine-1")
-        await eventually(lambda: r.fleet.engines[1].lives == 3 and r.serves(1, "0.0"), 5)
+        await eventually(lambda: r.fleet.engines[1].lives == 3 and r.serves(1, "0.0"))
         assert r.complaints() == []

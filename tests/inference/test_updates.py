@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.inference.routing import Routing
-from tests.inference.conftest import Fleet, StartFleet, eventually
+from tests.inference.conftest import Fleet, StartFleet, cancelled_in, eventually
 from tests.scripted import hang, refuse
 
 pytestmark = pytest.mark.anyio
@@ -240,9 +240,10 @@ async def test_an_engine_that_refuses_to_commit_is_taken_out_and_the_other_serve
 async def test_a_begin_that_is_cancelled_pauses_nothing(start_fleet: StartFleet, step: str) -> None:
     async with start_fleet(2) as fleet:
         await publish(fleet, "0.0")
-        for engine in fleet.engines:
-            engine.script(hang(step))
-        with anyio.move_on_after(0.2) as scope:
+        with anyio.CancelScope() as scope:
+            fault = cancelled_in(scope, step, callers=2)
+            for engine in fleet.engines:
+                engine.script(fault)
             await fleet.controller.begin_weight_update("0.1")
         assert scope.cancelled_caught
         assert fleet.states() == ["serving", "serving"]
@@ -259,8 +260,8 @@ async def test_a_commit_that_is_cancelled_pauses_nothing_and_serves_nothing_torn
         await publish(fleet, "0.0")
         lease = await fleet.controller.begin_weight_update("0.1")
         deliver(fleet, "0.1")
-        fleet.engines[0].script(hang(step))
-        with anyio.move_on_after(0.2) as scope:
+        with anyio.CancelScope() as scope:
+            fleet.engines[0].script(cancelled_in(scope, step))
             await fleet.controller.commit_weight_update(lease.lease_id, acks(lease))
         assert scope.cancelled_caught
         assert_nothing_paused_or_torn(fleet)

@@ -54,6 +54,10 @@ class FaultBook:
         """No more faults; those that have begun go on."""
         self._waiting.clear()
 
+    def concern(self, endpoint: str) -> bool:
+        """Whether a call of `endpoint` may be hit by a fault, or suffer from one that has happened."""
+        return bool(self.happened) or any(fault.endpoint == endpoint for fault, _ in self._waiting)
+
     def next(self, endpoint: str) -> Fault | None:
         """Counts a call of `endpoint` and returns the fault that it meets: the first that was set, if several."""
         due: Fault | None = None

@@ -154,6 +154,12 @@ class Generation:
                 request.aborted = True
         self._wake()
 
+    def finish(self) -> None:
+        """Every request that the scheduler knows ends now, as if what it has (at least a token) was all it may have."""
+        for request in self._live.values():
+            request.limit = max(1, len(request.tokens))
+        self._wake()
+
     def flush(self) -> bool:
         """Empties the prefix cache unless something runs (or, when not paused, waits)."""
         if self.running or (self.paused is None and self._live):

@@ -42,6 +42,8 @@ from tests.scripted.faults import FaultBook
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
+ENDLESS = 100_000
+"""Tokens: more than any test waits for."""
 
 
 @pytest.fixture
@@ -62,6 +64,18 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
         yield client
 
 
+async def some_tokens(engine: ScriptedEngine) -> None:
+    await eventually(lambda: engine.generation.running > 0)
+    await anyio.sleep(0.05)
+
+
+async def undisturbed(tokens: int) -> tuple[int, ...]:
+    """What an engine answers to the same prompt whose weights stay as they are."""
+    engine = ScriptedEngine()
+    async with engine.serving(), EngineClient.open("undisturbed", engine.url) as client:
+        return (await client.generate([1, 2], max_new_tokens=tokens)).output_ids
+
+
 def test_a_fault_meets_the_calls_that_it_names() -> None:
     book = FaultBook()
     second, forever = refuse("a", nth=2), refuse("b", times=None)
@@ -77,20 +91,22 @@ async def test_a_retract_pause_keeps_tokens_and_each_version_has_its_span(
     answers = []
 
     async def ask() -> None:
-        answers.append(await client.generate([1, 2], max_new_tokens=100))
+        answers.append(await client.generate([1, 2], max_new_tokens=ENDLESS))
 
     async with anyio.create_task_group() as task_group:
         task_group.start_soon(ask)
-        await anyio.sleep(0.05)
+        await some_tokens(engine)
         await client.pause("retract")
         made = engine.generation.running
         await client.set_version("1")
         await client.flush_cache()
         await client.resume()
-    meta = answers[0].meta_info
+        await some_tokens(engine)
+        engine.generation.finish()
+    meta, length = answers[0].meta_info, len(answers[0].output_ids)
     assert made == 0
     assert [run.version for run in meta.weight_versions] == ["default", "1"]
-    assert (meta.weight_versions[0].start, meta.weight_versions[1].end) == (0, 100)
+    assert (meta.weight_versions[0].start, meta.weight_versions[1].end) == (0, length)
     assert meta.weight_versions[0].end == meta.weight_versions[1].start > 0
     assert meta.weight_version == "1"
 
@@ -98,22 +114,23 @@ async def test_a_retract_pause_keeps_tokens_and_each_version_has_its_span(
 async def test_an_in_place_pause_refuses_the_flush_and_mixes_old_kv_into_the_log_probs(
     engine: ScriptedEngine, client: EngineClient
 ) -> None:
-    reference = await client.generate([1, 2], max_new_tokens=60)
-    engine.generation.flush()
     answers = []
 
     async def ask() -> None:
-        answers.append(await client.generate([1, 2], max_new_tokens=60))
+        answers.append(await client.generate([1, 2], max_new_tokens=ENDLESS))
 
     async with anyio.create_task_group() as task_group:
         task_group.start_soon(ask)
-        await anyio.sleep(0.04)
+        await some_tokens(engine)
         await client.pause("in_place")
         with pytest.raises(EngineRequestError, match="HTTP 400"):
             await client.flush_cache()
         engine.weights.reset()
         await client.resume()
-    same = [a == b for a, b in zip(answers[0].output_ids, reference.output_ids, strict=True)]
+        await some_tokens(engine)
+        engine.generation.finish()
+    given = answers[0].output_ids
+    same = [a == b for a, b in zip(given, await undisturbed(len(given)), strict=True)]
     assert same[0] and not same[-1]
 
 
@@ -123,21 +140,23 @@ async def test_an_abort_goes_by_prefix_and_does_not_reach_requests_in_front_of_t
     reasons: dict[str, str] = {}
 
     async def ask(rid: str) -> None:
-        answer = await client.generate([1], max_new_tokens=50, rid=rid)
+        answer = await client.generate([1], max_new_tokens=ENDLESS, rid=rid)
         assert answer.meta_info.finish_reason is not None
         reasons[rid] = answer.meta_info.finish_reason["type"]
 
     async with anyio.create_task_group() as task_group:
         for rid in ("pre-1", "pre-11", "other"):
             task_group.start_soon(ask, rid)
-        await anyio.sleep(0.02)
+        await eventually(lambda: (engine.generation.running, engine.generation.waiting) == (2, 1))
         async with aiohttp.ClientSession() as session:
             await session.post(engine.url + "/abort_request", json={"rid": "pre-1"})
             await client.pause("retract")
             task_group.start_soon(ask, "late")
-            await anyio.sleep(0.02)
+            await eventually(lambda: engine.calls.count("generate") == 4)
             await client.abort_all()
             await client.resume()
+            await eventually(lambda: reasons.keys() == {"pre-1", "pre-11", "other"} and engine.generation.running == 1)
+            engine.generation.finish()
     assert reasons == {"pre-1": "abort", "pre-11": "abort", "other": "abort", "late": "length"}
 
 
@@ -209,7 +228,7 @@ async def test_an_engine_with_full_slots_is_healthy(engine: ScriptedEngine, clie
         for _ in range(4):
             task_group.start_soon(partial(client.generate, [1], max_new_tokens=1000, timeout_s=30.0))
         await eventually(lambda: engine.generation.running == 2)
-        await client.health_generate(timeout_s=0.5)
+        await client.health_generate(timeout_s=5.0)
         await client.abort_all()
 
 
