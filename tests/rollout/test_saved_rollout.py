@@ -202,11 +202,11 @@ async def test_finished_groups_come_back_running_ones_are_issued_again_and_train
         assert executor.statistics().groups[GroupState.TRAINED] == 3
         engine.version = "1.1"
         executor.set_weight_version("1.1")
-        executor.generate_ahead(1, 9)
         batch = await executor.get(1)
         assert batch.group_ids == ("00000003", "00000005", "00000004")  # earliest deadline first
         assert [spans[0].version for spans in batch.versions] == ["0.0"] * 4 + ["1.1"] * 2
         await executor.commit(1)
+        executor.generate_ahead(2, 9)
         assert (await executor.get(2)).group_ids == ("00000006", "00000007", "00000008")
         asked = {request["rid"].split("-", 1)[1].split(".")[0] for request in engine.requests}
         assert not asked & {"00000000", "00000001", "00000002", "00000003", "00000005"}
