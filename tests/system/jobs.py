@@ -87,6 +87,10 @@ class StartedJob:
     run_dir: Path
     output: Path
     ports: set[int] = field(default_factory=set)
+    _inode: int = 0
+    """Of the event log that was read last; how far, and what stands there."""
+    _read: int = 0
+    _events: list[dict[str, Any]] = field(default_factory=list)
 
     def members(self) -> list[psutil.Process]:
         """Every living process of the job, by the mark in its environment."""
@@ -100,8 +104,19 @@ class StartedJob:
         return found
 
     def events(self) -> list[dict[str, Any]]:
+        """All so far. A line is read once: whoever waits for one asks ten times a second, beside the job."""
         path = self.run_dir / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino != self._inode:  # the run before was replaced
+                self._inode, self._read, self._events = os.fstat(file.fileno()).st_ino, 0, []
+            file.seek(self._read)
+            lines, end, _ = file.read().rpartition(b"\n")
+        if end:
+            self._read += len(lines) + 1
+            self._events += [json.loads(line) for line in lines.splitlines()]
+        return list(self._events)
 
     def wait_for(self, what: str, condition: Callable[[], object], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.jobs import StartedJob, job, write_recipe
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 LIMIT_S = 15.0
 
@@ -99,7 +99,7 @@ def test_a_job_survives_the_death_of_its_only_engine_and_neither_life_of_that_ou
         [engine] = [e for e in started.events() if e["kind"] == "process_spawned" and e["name"] == "engine-0"]
         os.kill(engine["pid"], signal.SIGKILL)
         # The one that was on its way may have been finished before.
-        started.wait_for("steps with the new engine", lambda: len(ids(started, "trainer_stepped", "step")) >= 4, 200)
+        started.wait_for("steps with the new engine", lambda: len(ids(started, "trainer_stepped", "step")) >= 4, 300)
         started.wait_for("generation", lambda: is_in(started, "generate"), 60)
         started.note_ports()
         end(started, "Ctrl-C twice")
