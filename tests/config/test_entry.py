@@ -18,8 +18,6 @@ from asyncrl.config.report import dry_run_report
 from asyncrl.config.schema import fields
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
-LIBRARIES = "import pydantic, rich.console"
-"""What help cannot do without."""
 LOAD = "import sys; from asyncrl.config.loading import load_config; load_config(sys.argv[1:])"
 
 
@@ -38,30 +36,20 @@ def children_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def cpu_s_of(*argv: str, code: str) -> float:
-    before = children_cpu_s()
-    run(*argv, code=code)
-    return children_cpu_s() - before
-
-
-def test_help_explains_every_field():
-    done = run("--help")
+def test_help_explains_every_field_in_under_a_second():
+    seconds = []
+    for _ in range(3):
+        before = children_cpu_s()
+        done = run("--help")
+        # CPU time: it is what help costs, and on a busy machine it stays so.
+        seconds.append(children_cpu_s() - before)
     assert done.returncode == 0
     for spec in fields().values():
         assert spec.help, f"{spec.key} has no docstring"
         if spec.kind not in ("section", "sections"):
             assert re.search(rf"^  {re.escape(spec.option)} ", done.stdout, re.MULTILINE), spec.option
+    assert min(seconds) < 1.0
     assert not re.search(r"[ \t]$", done.stdout, re.MULTILINE)
-
-
-def test_help_answers_in_under_a_second():
-    """Told from the CPU time of what it must import: on any machine about 0.15 s of the second, when nothing is slow.
-
-    Measured: help costs 3 to 5 times as much, and with torch 25 times.
-    """
-    costs = [(cpu_s_of("--help", code=LOAD), cpu_s_of(code=LIBRARIES)) for _ in range(3)]
-    of_help, of_libraries = map(min, zip(*costs, strict=True))
-    assert of_help < 10 * of_libraries
 
 
 def test_help_names_the_program_that_was_asked(recipe):

@@ -281,12 +281,16 @@ def test_a_failing_sink_is_no_failure_of_a_rank_and_the_export_is_walked_to_its_
     assert calls == 1 + 2 * len(SPECS) + 1
 
 
+async def until_at_work(group: TrainGroup) -> None:
+    while group.statistics().thread.running is None:  # noqa: ASYNC110
+        await anyio.sleep(0.005)
+
+
 async def begin_and_give_up(group: TrainGroup) -> bool:
     """Gives a step up once the trainer thread is at it; whether it was cancelled."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(group.train, 0, make_batch())
-        while group.statistics().thread.running is None:  # noqa: ASYNC110
-            await anyio.sleep(0.005)
+        await until_at_work(group)
         tasks.cancel_scope.cancel()
     return tasks.cancel_scope.cancelled_caught
 
@@ -346,8 +350,7 @@ def test_who_settles_waits_for_a_step_and_for_nothing_else() -> None:
         await group.train(0, make_batch())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(group.logprobs, make_batch())
-            while group.statistics().thread.running is None:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
+            await until_at_work(group)
             return await group.settle(), group.statistics().thread.running
 
     world = run_world(scenario, world_size=1, faults={(0, "logprobs"): slow})
@@ -359,8 +362,7 @@ def test_a_step_that_was_given_up_before_it_began_is_not_trained() -> None:
         await group.init()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(group.logprobs, make_batch())  # the trainer thread is at this
-            while group.statistics().thread.running is None:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
+            await until_at_work(group)
             with anyio.move_on_after(0.05) as gave_up:
                 await group.train(0, make_batch())
         return gave_up.cancelled_caught, await group.settle(), [event["kind"] for event in events.recent]
