@@ -36,7 +36,7 @@ PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := $(PYTEST) -m "not long and not system"
 SYSTEM  := $(PYTEST) -m "system and not long"
 PARTS   := quick-rest quick-trainer quick-fleet quick-ends types
-ROUTERS := $(addprefix tests/inference/test_,memory.py router.py router_client.py router_sticky.py stopping.py)
+ROUTERS := $(addprefix tests/inference/,gpus/test_memory.py routing/test_router.py routing/test_router_client.py routing/test_router_sticky.py engines/test_stopping.py)
 FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
 TRAINER := tests/training
 ENDS    := tests/weights tests/host tests/exit_protocol tests/test_driver.py tests/test_resume.py $(ROUTERS)

@@ -125,7 +125,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
 
         model, attempt = job.config.model.path, job.run.attempt
         return cast("TrainGroup", NoTrainer(components.inference_controller, model, attempt))
-    from asyncrl.inference.engine_api import EngineClient
+    from asyncrl.inference.sglang.engine_api import EngineApi
     from asyncrl.pauses import ToldFleet
     from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
@@ -150,7 +150,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         fleet=ToldFleet(controller, components.rollout_executor, tell_version=not job.layout.colocated),
         copies=copies,
         first_attempt=job.run.first_attempt,
-        transport=make_transport(job.config, next(iter(transports)), open_engine=EngineClient.open),
+        transport=make_transport(job.config, next(iter(transports)), open_engine=EngineApi.open),
     )
     job.disposal.push_async_callback(trainer.dispose)
     return trainer

@@ -22,7 +22,7 @@ from pathlib import Path
 import anyio
 
 from asyncrl.config import Config
-from asyncrl.config.loading import LoadedConfig, load_config
+from asyncrl.config.reading.loading import LoadedConfig, load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import AsyncRLError, ModelError, RewardError
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
@@ -36,7 +36,7 @@ from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_st
 from asyncrl.recorder import Recorder, conclude
 from asyncrl.rollout.rewards.result import describe_exception
 from asyncrl.run_directory import RunDirectory
-from asyncrl.training.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 
 Loop = Callable[[Job], Awaitable[None]]
 
@@ -197,7 +197,7 @@ def _serve(loaded: LoadedConfig) -> int:
     if loaded.config.debug.rollout_only:
         return 0
     from asyncrl.training.factory import make_trainer
-    from asyncrl.training.rank import serve_rank
+    from asyncrl.training.ranks.rank import serve_rank
 
     with logging_to(None, rank=loaded.machine.rank):
         serve_rank(loaded.config, make_trainer)

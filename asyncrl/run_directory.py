@@ -27,8 +27,8 @@ from typing import Literal, Self
 
 import psutil
 
+from asyncrl.config.reading.toml import config_toml
 from asyncrl.config.root import Config
-from asyncrl.config.toml import config_toml
 from asyncrl.errors import RunDirectoryError
 
 MARKER = ".asyncrl-run.json"

@@ -49,7 +49,7 @@ from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.interpreter import settle
 from asyncrl.observability.events import EventLog
 
@@ -240,7 +240,7 @@ class Bench:
                 await controller.wait_ready()
                 lease = await controller.begin_weight_update("0.0")
                 (engine,) = lease.engines
-                async with EngineClient.open(engine.engine_id, engine.url) as client:
+                async with EngineApi.open(engine.engine_id, engine.url) as client:
                     await client.update_from_disk(str(self._model))
                 ack = UpdateAck(engine.engine_id, engine.generation)
                 await controller.commit_weight_update(lease.lease_id, [ack], None)

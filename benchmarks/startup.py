@@ -22,10 +22,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from asyncrl.config.loading import load_config
+from asyncrl.config.reading.loading import load_config
 from asyncrl.demo.model import build
-from asyncrl.inference.launch import engine_argv, engine_environment
-from asyncrl.inference.ports import PortAllocator
+from asyncrl.inference.engines.ports import PortAllocator
+from asyncrl.inference.sglang.launch import engine_argv, engine_environment
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 300.0

@@ -50,9 +50,9 @@ from asyncrl.config.machine import Machine
 from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.observability.events import EventLog
-from asyncrl.training.trainer_thread import TrainerThread
+from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec, plan_buckets
 from asyncrl.weights.copies import KEPT, Copies
 from asyncrl.weights.publication import PublicationReport, publish
@@ -206,9 +206,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
     events = EventLog(run / "events.jsonl")
     published = 0
     async with fleet_of_one(config, run, events) as controller:
-        transport = BroadcastTransport(
-            EngineClient.open, backend="gloo", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S
-        )
+        transport = BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S)
         url = controller.fleet().engines[0].endpoint.url
 
         async def ours(copies: Copies | None = None) -> PublicationReport:

@@ -9,15 +9,15 @@ import pytest
 
 from asyncrl import components
 from asyncrl.config import Config
-from asyncrl.config.inference import HealthConfig
 from asyncrl.config.layout import plan_layout
-from asyncrl.config.schema import fields
+from asyncrl.config.reading.schema import fields
+from asyncrl.config.sections.inference import HealthConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.fleet import EngineState, FleetView, UpdateLease
 from asyncrl.inference.controller import InferenceController
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.executor import RolloutExecutor
-from asyncrl.training.rank_link import LinkServer
+from asyncrl.training.ranks.rank_link import LinkServer
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.publication import PublicationReport
 

@@ -14,9 +14,9 @@ import pytest
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.pauses import ToldFleet
-from asyncrl.rollout.engine_client import EngineClient
-from asyncrl.rollout.engine_clock import EngineClock
-from asyncrl.rollout.retry import RetryPolicy
+from asyncrl.rollout.requests.engine_clock import EngineClock
+from asyncrl.rollout.requests.generate_client import GenerateClient
+from asyncrl.rollout.requests.retry import RetryPolicy
 from tests.contracts.fake_controller import FakeController
 from tests.inference.conftest import StartFleet, eventually, start_fleet
 from tests.inference.transaction_rig import rig
@@ -160,7 +160,7 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
     async with rig(start_fleet, latency=Latency(token_s=0.001)) as r:
         r.executor = told = Told()
         await r.publish("0.0")
-        client = EngineClient(
+        client = GenerateClient(
             r.fleet.controller.router_url,
             vocab_size=1 << 20,
             concurrency=8,

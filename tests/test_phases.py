@@ -13,9 +13,9 @@ import pytest
 
 from asyncrl import phases
 from asyncrl.components import RolloutComponents
-from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.config.debug import DebugConfig
-from asyncrl.config.training import WarmupConfig
+from asyncrl.config.sections.checkpoint import CheckpointConfig
+from asyncrl.config.sections.debug import DebugConfig
+from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.errors import EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
 from asyncrl.phases import (
@@ -31,11 +31,11 @@ from asyncrl.phases import (
     warm_up,
 )
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.events import GroupDropped, GroupFiltered, GroupsTrained
-from asyncrl.rollout.ledger import Reached
+from asyncrl.rollout.group_events import GroupDropped, GroupFiltered, GroupsTrained
+from asyncrl.rollout.scheduling.ledger import Reached
 from asyncrl.training.checkpoints.saver import Written
+from asyncrl.training.ranks.trainer_thread import TrainerThreadStatistics
 from asyncrl.training.statistics import TrainGroupStatistics
-from asyncrl.training.trainer_thread import TrainerThreadStatistics
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.inference.events import EngineStateChanged
+from asyncrl.inference.fleet_events import EngineStateChanged
 from asyncrl.observability.display import PlainDisplay
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog

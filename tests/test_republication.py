@@ -17,10 +17,10 @@ import pytest
 from asyncrl.components import RolloutComponents
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, EngineError, RolloutError, WeightUpdateError
-from asyncrl.inference.engine_api import Generation
+from asyncrl.inference.sglang.engine_api import ProbeAnswer
 from asyncrl.phases import evaluate, gather, make_room, publish
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.ledger import TRAINER
+from asyncrl.rollout.scheduling.ledger import TRAINER
 from asyncrl.weights.publication import PublicationReport
 from tests.inference.conftest import StartFleet, anyio_backend, eventually, start_fleet
 from tests.inference.transaction_rig import Rig, rig
@@ -64,7 +64,7 @@ class Executor:
         self.before: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Happens once, when generation has begun."""
 
-    async def get(self, rollout_id: int, trainer: str = TRAINER) -> Generation:
+    async def get(self, rollout_id: int, trainer: str = TRAINER) -> ProbeAnswer:
         if self.before is not None:
             before, self.before = self.before, None
             await before()
@@ -114,10 +114,10 @@ class Played:
     async def publish(self, rollout_id: int | None) -> None:
         await publish(self.job, self.components, self.trainer, rollout_id)
 
-    async def gather(self, rollout_id: int) -> Generation:
+    async def gather(self, rollout_id: int) -> ProbeAnswer:
         with anyio.fail_after(BOUND_S):
             batch: Any = await gather(self.job, self.components, self.trainer, rollout_id)
-        assert isinstance(batch, Generation)
+        assert isinstance(batch, ProbeAnswer)
         return batch
 
     def published(self) -> list[str]:

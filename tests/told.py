@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from asyncrl.observability.events import read_events
-from asyncrl.rollout.events import (
+from asyncrl.rollout.group_events import (
     GroupAdmitted,
     GroupDropped,
     GroupFiltered,

@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from asyncrl.config.checks.served import gpus_beside, served_beside
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.root import Config
-from asyncrl.config.served import gpus_beside, served_beside
 from asyncrl.errors import EngineError
 
 Device = Literal["cpu", "cuda"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from asyncrl.config.base import Section
-from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.config.data import DataConfig
-from asyncrl.config.debug import DebugConfig
-from asyncrl.config.inference import EngineConfig, HealthConfig, RouterConfig, ServedModelConfig, WeightsConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import RewardConfig, RolloutConfig
-from asyncrl.config.run import EvalConfig, RunConfig
-from asyncrl.config.training import TrainConfig, WarmupConfig
+from asyncrl.config.sections.base import Section
+from asyncrl.config.sections.checkpoint import CheckpointConfig
+from asyncrl.config.sections.data import DataConfig
+from asyncrl.config.sections.debug import DebugConfig
+from asyncrl.config.sections.inference import EngineConfig, HealthConfig, RouterConfig, ServedModelConfig, WeightsConfig
+from asyncrl.config.sections.model import ModelConfig
+from asyncrl.config.sections.rollout import RewardConfig, RolloutConfig
+from asyncrl.config.sections.run import EvalConfig, RunConfig
+from asyncrl.config.sections.training import TrainConfig, WarmupConfig
 
 
 class Config(Section):

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.sample import Prompt
 from asyncrl.data.sources import Record, read_records
 from asyncrl.data.tokenizer import PolicyTokenizer

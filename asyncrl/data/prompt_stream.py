@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.datasets import PromptSet
 from asyncrl.data.sample import Prompt
 from asyncrl.errors import DataError

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import ConfigError, DataError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
-from asyncrl.config.staleness import max_staleness
+from asyncrl.config.checks.staleness import max_staleness
 from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import StalenessError
 

@@ -11,8 +11,8 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from asyncrl.config.data import DataConfig
-from asyncrl.config.training import WarmupConfig
+from asyncrl.config.sections.data import DataConfig
+from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import chunks, prompt_renderer, required_field
 from asyncrl.data.prompt_stream import PromptStream

@@ -25,8 +25,8 @@ from asyncrl.observability.events import EventLog, FaultSeen
 from asyncrl.observability.line_file import LineFile, encode_line
 from asyncrl.observability.metrics import read_metrics
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.ledger import TRAINER
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.rollout.scheduling.ledger import TRAINER
 
 COMPARISON = "comparison.jsonl"
 """In the run directory: a line for each replayed step."""

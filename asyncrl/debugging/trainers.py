@@ -10,9 +10,9 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.fleet import UpdateAck
 from asyncrl.debugging.replay import Replay
 from asyncrl.inference.controller import InferenceController
+from asyncrl.training.ranks.trainer_thread import TrainerThreadStatistics
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.train_group import TrainGroup
-from asyncrl.training.trainer_thread import TrainerThreadStatistics
 
 
 class ReplayingTrainGroup(TrainGroup):

@@ -26,9 +26,9 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.errors import EngineError, HostLostError
-from asyncrl.host.events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
 from asyncrl.host.proc import JOB_MARK, end_marked
 from asyncrl.host.process import MAX_LINE_BYTES, LineBuffer, ProcessExit, ProcessSpec, encode
+from asyncrl.host.process_events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
 from asyncrl.host.server import log_tail
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS, waiting

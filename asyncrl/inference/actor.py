@@ -15,16 +15,16 @@ from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import ACTOR
 from asyncrl.host import ProcessSpec
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.capacity import Capacity
-from asyncrl.inference.catch_up import CatchUp
-from asyncrl.inference.copies_in_use import CopiesInUse
-from asyncrl.inference.deadlines import Deadlines
-from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.memory import Memory
-from asyncrl.inference.routing import Routing
-from asyncrl.inference.shared_gpus import SharedGpus
-from asyncrl.inference.updates import WeightUpdates
+from asyncrl.inference.engines.capacity import Capacity
+from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.group import EngineGroup
+from asyncrl.inference.gpus.memory import Memory
+from asyncrl.inference.gpus.shared_gpus import SharedGpus
+from asyncrl.inference.routing.routing import Routing
+from asyncrl.inference.updates.catch_up import CatchUp
+from asyncrl.inference.updates.copies_in_use import CopiesInUse
+from asyncrl.inference.updates.deadlines import Deadlines
+from asyncrl.inference.updates.weight_updates import WeightUpdates
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:

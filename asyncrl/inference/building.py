@@ -16,16 +16,16 @@ import aiohttp
 import anyio.to_thread
 
 from asyncrl.config import Config
-from asyncrl.config.inference import EngineConfig, ServingConfig
 from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout
+from asyncrl.config.sections.inference import EngineConfig, ServingConfig
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.host import ProcessSpec
-from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import new_session
-from asyncrl.inference.launch import engine_argv, engine_environment, router_argv
-from asyncrl.inference.ports import PortAllocator
-from asyncrl.inference.router import RouterClient
-from asyncrl.inference.scratch import Scratch
+from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.ports import PortAllocator
+from asyncrl.inference.engines.scratch import Scratch
+from asyncrl.inference.routing.router_client import RouterClient
+from asyncrl.inference.sglang.engine_api import new_session
+from asyncrl.inference.sglang.launch import engine_argv, engine_environment, router_argv
 from asyncrl.observability.events import EventLog
 
 

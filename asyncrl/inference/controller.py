@@ -27,18 +27,18 @@ from asyncrl.data.fleet import ACTOR, EngineState, EvalFleetInfo, FleetView, Upd
 from asyncrl.errors import EngineError
 from asyncrl.inference.actor import ActorParts, build_actor
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.catch_up import needs_publication
-from asyncrl.inference.copies_in_use import CopiesInUse
-from asyncrl.inference.deadlines import Deadlines
-from asyncrl.inference.engine_api import CheckAction
+from asyncrl.inference.engines.group import EngineGroup, end_groups
 from asyncrl.inference.eval_fleet import EvalFleet
-from asyncrl.inference.group import EngineGroup, end_groups
 from asyncrl.inference.models import FrozenModels
-from asyncrl.inference.routing import Routing
+from asyncrl.inference.routing.routing import Routing
+from asyncrl.inference.sglang.engine_api import CheckAction
 from asyncrl.inference.statistics import InferenceStatistics
 from asyncrl.inference.together import await_all
-from asyncrl.inference.verify import Checksums
-from asyncrl.inference.weights_check import WeightsCheck
+from asyncrl.inference.updates.catch_up import needs_publication
+from asyncrl.inference.updates.copies_in_use import CopiesInUse
+from asyncrl.inference.updates.deadlines import Deadlines
+from asyncrl.inference.updates.verify import Checksums
+from asyncrl.inference.updates.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:

@@ -23,19 +23,19 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
+from asyncrl.config.checks.served import EVAL
 from asyncrl.config.layout import ProcessLayout
-from asyncrl.config.served import EVAL
 from asyncrl.data.fleet import EngineState, EvalFleetInfo
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.copies_in_use import CopiesInUse, is_there
-from asyncrl.inference.deadlines import Deadlines
-from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.engine_api import EngineRequestError
-from asyncrl.inference.events import EvalFleetPinned
-from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.routing import Routing
-from asyncrl.inference.sessions import on_each, reason_of
+from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.group import EngineGroup
+from asyncrl.inference.fleet_events import EvalFleetPinned
+from asyncrl.inference.routing.routing import Routing
+from asyncrl.inference.sglang.engine_api import EngineRequestError
+from asyncrl.inference.updates.copies_in_use import CopiesInUse, is_there
+from asyncrl.inference.updates.deadlines import Deadlines
+from asyncrl.inference.updates.sessions import on_each, reason_of
 from asyncrl.observability.events import EventLog
 
 if TYPE_CHECKING:

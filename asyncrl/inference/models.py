@@ -19,10 +19,10 @@ from asyncrl.config.layout import EnginePlacement, ProcessLayout
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import Builder, ServedModel
-from asyncrl.inference.engine import ManagedEngine
-from asyncrl.inference.group import EngineGroup
-from asyncrl.inference.router import POLL_S
-from asyncrl.inference.routing import Routing
+from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.group import EngineGroup
+from asyncrl.inference.routing.router_client import POLL_S
+from asyncrl.inference.routing.routing import Routing
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import anyio
 
-from asyncrl.config.run import EvalConfig
+from asyncrl.config.sections.run import EvalConfig
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.sample import Prompt, SampleGroup
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
-from asyncrl.rollout.connection import Connection
 from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
-from asyncrl.rollout.events import Evaluated
-from asyncrl.rollout.wire import SamplingParams
+from asyncrl.rollout.group_events import Evaluated
+from asyncrl.rollout.requests.connection import Connection
+from asyncrl.rollout.requests.wire import SamplingParams
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.fleet import EvalFleetInfo
@@ -43,23 +43,23 @@ from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.admission import Limits
-from asyncrl.rollout.collection import FirstBatchCheck
-from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.events import GroupsTrained, RewardFailed
-from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.ledger import TRAINER, Ledger, Reached
+from asyncrl.rollout.group_events import GroupsTrained, RewardFailed
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
-from asyncrl.rollout.production import Issue, Production
+from asyncrl.rollout.requests.connection import Connection, Connections
+from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sampling
 from asyncrl.rollout.saved_rollout import SavedRollout, decode_rollout, encode_rollout, made_with
+from asyncrl.rollout.scheduling.admission import Limits
+from asyncrl.rollout.scheduling.collection import FirstBatchCheck
+from asyncrl.rollout.scheduling.filters import Filters
+from asyncrl.rollout.scheduling.ledger import TRAINER, Ledger, Reached
+from asyncrl.rollout.scheduling.production import Issue, Production
 from asyncrl.rollout.statistics import ExecutorStatistics
-from asyncrl.rollout.wire import SamplingParams
 
 T = TypeVar("T")
 

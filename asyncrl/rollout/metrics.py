@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.data.staleness import Bound, step_of
-from asyncrl.rollout.collection import Collection
+from asyncrl.rollout.scheduling.collection import Collection
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.wire import SamplingParams
+from asyncrl.rollout.requests.wire import SamplingParams
 
 _ENGINE_RESERVE = 7  # SGLang takes prompts of at most context - 7 tokens, however short the response
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.rollout.engine_client import ClientStatistics
-from asyncrl.rollout.ledger import GroupState
+from asyncrl.rollout.requests.generate_client import ClientStatistics
+from asyncrl.rollout.scheduling.ledger import GroupState
 
 
 @dataclass(frozen=True, slots=True)

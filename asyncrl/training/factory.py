@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.ranks.layout import RankLayout
 
 if TYPE_CHECKING:
-    from asyncrl.training.commands import Trainer
+    from asyncrl.training.ranks.commands import Trainer
 
 
 def make_trainer(config: Config, layout: RankLayout) -> Trainer:

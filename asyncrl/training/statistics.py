@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.training.checkpoints.saver import Written
-from asyncrl.training.trainer_thread import TrainerThreadStatistics
+from asyncrl.training.ranks.trainer_thread import TrainerThreadStatistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,16 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import WeightUpdateError
 from asyncrl.observability.events import EventLog
-from asyncrl.training import commands
 from asyncrl.training.checkpoints.restoring import saved_tensors
 from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
-from asyncrl.training.commands import Command, ExportOutcome, RankState, TrainerFactory
-from asyncrl.training.events import TrainerReady, TrainerResumed, TrainerStepped
-from asyncrl.training.failures import tried
-from asyncrl.training.rank import RankEnvironment
-from asyncrl.training.ranks import SHUTDOWN_TIMEOUT_S, Ranks
+from asyncrl.training.ranks import commands
+from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState, TrainerFactory
+from asyncrl.training.ranks.failures import tried
+from asyncrl.training.ranks.rank import RankEnvironment
+from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
 from asyncrl.training.statistics import TrainGroupStatistics
+from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import Fleet, PublicationReport, longest_begin_s, publish

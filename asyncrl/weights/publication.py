@@ -26,9 +26,9 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.weights.copies import Copies, CopyingSource, write_ahead
 from asyncrl.weights.copy_writer import CopyWriter
-from asyncrl.weights.events import WeightsPublished, WeightTransferFailed, WeightUpdateFailed
+from asyncrl.weights.publication_events import WeightsPublished, WeightTransferFailed, WeightUpdateFailed
 from asyncrl.weights.shielding import finish_despite_cancellation
-from asyncrl.weights.transfer import EngineFailure, FailureKind, TransferResult, Transport, WeightSource
+from asyncrl.weights.transfer import EngineFailure, TransferFault, TransferResult, Transport, WeightSource
 
 _log = structlog.get_logger(__name__)
 
@@ -105,8 +105,8 @@ def engines_to_retry(engines: Sequence[EngineEndpoint], result: TransferResult) 
     their transfer again.
     """
     kinds = {engine_id: failure.kind for engine_id, failure in result.failures.items()}
-    willing = tuple(e for e in engines if kinds.get(e.engine_id) not in (FailureKind.GONE, FailureKind.REFUSED))
-    return willing or tuple(e for e in engines if kinds.get(e.engine_id) is FailureKind.REFUSED)
+    willing = tuple(e for e in engines if kinds.get(e.engine_id) not in (TransferFault.GONE, TransferFault.REFUSED))
+    return willing or tuple(e for e in engines if kinds.get(e.engine_id) is TransferFault.REFUSED)
 
 
 async def publish(
@@ -316,7 +316,7 @@ async def _transfer(
         progress.candidates = engines_to_retry(engines, result)
     told = [f"{engine_id}: {failure.reason}" for engine_id, failure in progress.failures.items()]
     told += [] if source_error is None else [f"trainer: {source_error}"]
-    lost = source_error is None or all(f.kind is FailureKind.GONE for f in progress.failures.values())
+    lost = source_error is None or all(f.kind is TransferFault.GONE for f in progress.failures.values())
     kind = EnginesLostError if progress.failures and lost and not progress.candidates else WeightUpdateError
     raise kind(f"weights {version} reached no engine in {progress.transfers} transfer(s): {'; '.join(told)}")
 
@@ -325,7 +325,7 @@ async def _hand_back(
     fleet: Fleet, transport: Transport, lease: UpdateLease, progress: _Progress, timeout_s: float
 ) -> None:
     """Frees engines that are blocked in the transfer, then gives them back; never raises, so the first error stays."""
-    gone = {e: f.reason for e, f in progress.failures.items() if f.kind is FailureKind.GONE}
+    gone = {e: f.reason for e, f in progress.failures.items() if f.kind is TransferFault.GONE}
     with anyio.CancelScope(shield=True):
         try:
             with waiting("end of the transfer", "engines", timeout_s / 2):

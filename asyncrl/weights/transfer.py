@@ -53,7 +53,7 @@ class WeightSource(Protocol):
         """
 
 
-class EngineControl(Protocol):
+class WeightReceiver(Protocol):
     """The part of an engine's control API that carries weights; the inference package's client has this shape."""
 
     async def init_weights_group(
@@ -81,11 +81,11 @@ class EngineControl(Protocol):
     async def update_from_disk(self, model_path: str, *, flush_cache: bool = ..., timeout_s: float = ...) -> None: ...
 
 
-EngineOpener = Callable[[str, str], AbstractAsyncContextManager[EngineControl]]
+EngineOpener = Callable[[str, str], AbstractAsyncContextManager[WeightReceiver]]
 """Opens a client for (engine_id, url)."""
 
 
-class FailureKind(StrEnum):
+class TransferFault(StrEnum):
     """What an engine's failure says about the engine."""
 
     GONE = "gone"
@@ -98,7 +98,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    kind: FailureKind
+    kind: TransferFault
     reason: str
 
 
@@ -145,26 +145,26 @@ class Transport(Protocol):
 def engine_failure(error: EngineError, *, broken_before: bool = False) -> EngineFailure:
     """Classifies a control call that failed; `broken_before`: the wire was already known to be broken."""
     if getattr(error, "status", None) is None:
-        return EngineFailure(FailureKind.GONE, str(error))
-    return EngineFailure(FailureKind.COLLATERAL if broken_before else FailureKind.REFUSED, str(error))
+        return EngineFailure(TransferFault.GONE, str(error))
+    return EngineFailure(TransferFault.COLLATERAL if broken_before else TransferFault.REFUSED, str(error))
 
 
 @asynccontextmanager
 async def open_clients(
     open_engine: EngineOpener, engines: Sequence[EngineEndpoint]
-) -> AsyncIterator[dict[EngineEndpoint, EngineControl]]:
+) -> AsyncIterator[dict[EngineEndpoint, WeightReceiver]]:
     """A client for each engine."""
     async with AsyncExitStack() as stack:
         yield {e: await stack.enter_async_context(open_engine(e.engine_id, e.url)) for e in engines}
 
 
 async def on_each_engine(
-    clients: Mapping[EngineEndpoint, EngineControl], call: Callable[[EngineControl, EngineEndpoint], Awaitable[None]]
+    clients: Mapping[EngineEndpoint, WeightReceiver], call: Callable[[WeightReceiver, EngineEndpoint], Awaitable[None]]
 ) -> dict[str, EngineFailure]:
     """Makes `call` on all engines at once; returns those that failed."""
     failures: dict[str, EngineFailure] = {}
 
-    async def one(engine: EngineEndpoint, client: EngineControl) -> None:
+    async def one(engine: EngineEndpoint, client: WeightReceiver) -> None:
         try:
             await call(client, engine)
         except EngineError as error:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.loading import LoadedConfig, parse_command_line, resolve
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError
+from asyncrl.config.reading.loading import LoadedConfig, parse_command_line, resolve
 
 Load = Callable[..., LoadedConfig]
 Refused = Callable[..., dict[str, str]]

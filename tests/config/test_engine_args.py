@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from asyncrl.config.engine_args import RESERVED, engine_arguments, server_arg_problems
+from asyncrl.config.checks.engine_args import RESERVED, engine_arguments, server_arg_problems
 
 
 def problem(name: str, value: object) -> str | None:
@@ -72,7 +72,7 @@ def test_every_reserved_name_is_an_argument_of_the_engine():
 
 def test_the_list_is_read_without_importing_the_engine():
     code = (
-        "import sys; from asyncrl.config.engine_args import engine_arguments; print(len(engine_arguments())); "
+        "import sys; from asyncrl.config.checks.engine_args import engine_arguments; print(len(engine_arguments())); "
         "sys.exit('sglang' in sys.modules or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

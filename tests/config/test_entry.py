@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.loading import load_config
-from asyncrl.config.reference import reference
-from asyncrl.config.report import dry_run_report
-from asyncrl.config.schema import fields
+from asyncrl.config.reading.loading import load_config
+from asyncrl.config.reading.reference import reference
+from asyncrl.config.reading.report import dry_run_report
+from asyncrl.config.reading.schema import fields
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
-LOAD = "import sys; from asyncrl.config.loading import load_config; load_config(sys.argv[1:])"
+LOAD = "import sys; from asyncrl.config.reading.loading import load_config; load_config(sys.argv[1:])"
 
 
 def run(*argv: str, code: str = LOAD, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +61,7 @@ def test_help_names_the_program_that_was_asked(recipe):
 @pytest.mark.parametrize("argv", [["--help"], ["--dry-run"], ["--engine.server-args.chunked-prefill-size", "1"]])
 def test_neither_torch_nor_the_engine_is_imported(recipe, argv):
     code = (
-        "import sys\nfrom asyncrl.config.loading import load_config\n"
+        "import sys\nfrom asyncrl.config.reading.loading import load_config\n"
         "try: load_config(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print('imported', [m for m in ('torch', 'sglang', 'transformers', 'megatron', 'numpy') if m in sys.modules])"
     )
@@ -110,4 +110,4 @@ def test_a_configuration_that_is_returned_can_be_run(recipe, monkeypatch):
 
 
 def test_the_reference_in_docs_is_that_of_the_schema():
-    assert DOCS.read_text() == reference(), "run python -m asyncrl.config.reference > docs/configuration.md"
+    assert DOCS.read_text() == reference(), "run python -m asyncrl.config.reading.reference > docs/configuration.md"

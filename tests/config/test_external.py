@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
-from asyncrl.config.report import dry_run_report
+from asyncrl.config.reading.report import dry_run_report
 from tests.config.conftest import Load, Refused
 
 URL = "http://127.0.0.1:30000"

@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine, visible_gpus
 from asyncrl.config.problems import InvalidConfigError
-from asyncrl.config.report import layout_lines
+from asyncrl.config.reading.report import layout_lines
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.loading import LoadedConfig, load_config, parse_command_line
 from asyncrl.config.problems import InvalidConfigError
-from asyncrl.config.schema import fields
+from asyncrl.config.reading.loading import LoadedConfig, load_config, parse_command_line
+from asyncrl.config.reading.schema import fields
 
 
 def value_of(loaded: LoadedConfig, key: str) -> object:

@@ -12,10 +12,10 @@ import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.loading import parse_command_line, resolve
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError
-from asyncrl.config.schema import fields
+from asyncrl.config.reading.loading import parse_command_line, resolve
+from asyncrl.config.reading.schema import fields
 from tests.config.conftest import Load
 
 # The system can carry any character in an argument but this one.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.redaction import is_secret, redacted
-from asyncrl.config.toml import config_toml
+from asyncrl.config.reading.redaction import is_secret, redacted
+from asyncrl.config.reading.toml import config_toml
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from asyncrl.config.layers import Layers
-from asyncrl.config.loading import build_config
-from asyncrl.config.redaction import is_secret
+from asyncrl.config.reading.layers import Layers
+from asyncrl.config.reading.loading import build_config
+from asyncrl.config.reading.redaction import is_secret
+from asyncrl.config.reading.schema import ANY_NAME, FieldSpec, KeyPath, fields
+from asyncrl.config.reading.toml import config_toml
 from asyncrl.config.root import Config
-from asyncrl.config.schema import ANY_NAME, FieldSpec, KeyPath, fields
-from asyncrl.config.toml import config_toml
 
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 TEXT = st.text(CHARACTERS, max_size=12).filter(lambda text: text != "none" and "://" not in text)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import router_args
-from asyncrl.config.inference import RouterConfig
-from asyncrl.config.router_args import MODULES, RESERVED, is_installed, router_arguments, router_problems
+from asyncrl.config.checks import router_args
+from asyncrl.config.checks.router_args import MODULES, RESERVED, is_installed, router_arguments, router_problems
+from asyncrl.config.sections.inference import RouterConfig
 
 installed = pytest.mark.parametrize(
     "package",
@@ -113,7 +113,7 @@ def test_every_reserved_name_is_an_argument_of_a_router() -> None:
 
 def test_the_list_is_read_without_importing_the_router() -> None:
     code = (
-        "import sys; from asyncrl.config.router_args import router_arguments; "
+        "import sys; from asyncrl.config.checks.router_args import router_arguments; "
         "print(len(router_arguments('sglang-router'))); sys.exit('sglang_router' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

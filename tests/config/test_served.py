@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
-from asyncrl.config.report import dry_run_report
+from asyncrl.config.reading.report import dry_run_report
 from tests.config.conftest import Load, Refused
 
 EVAL = "[eval.data]\nsource = 'train.jsonl'\n"

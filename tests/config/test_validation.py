@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.checks.named_code import BUILTIN_FILTERS, BUILTIN_REWARDS, reasoning_gym_tasks
 from asyncrl.config.machine import Machine
-from asyncrl.config.named_code import BUILTIN_FILTERS, BUILTIN_REWARDS, reasoning_gym_tasks
-from asyncrl.rollout import filters
 from asyncrl.rollout.rewards import builtin
+from asyncrl.rollout.scheduling import filters
 
 README = Path(__file__).parents[2] / "README.md"
 

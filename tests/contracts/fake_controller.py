@@ -25,12 +25,12 @@ from asyncrl.data.fleet import (
     UpdateLease,
 )
 from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
-from asyncrl.inference.engine_api import CheckAction, RankChecksums
-from asyncrl.inference.leases import LeaseBook, sort_acks
-from asyncrl.inference.lifecycle import UPDATABLE, transition
-from asyncrl.inference.memory import TAGS
+from asyncrl.inference.engines.lifecycle import UPDATABLE, transition
+from asyncrl.inference.gpus.memory import TAGS
+from asyncrl.inference.sglang.engine_api import CheckAction, RankChecksums
 from asyncrl.inference.statistics import InferenceStatistics
-from asyncrl.inference.verify import Checksums, differing
+from asyncrl.inference.updates.leases import LeaseBook, sort_acks
+from asyncrl.inference.updates.verify import Checksums, differing
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
 from asyncrl.errors import RolloutError
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.ledger import TRAINER, Ledger, Reached
+from asyncrl.rollout.scheduling.ledger import TRAINER, Ledger, Reached
 
 
 class FakeExecutor:

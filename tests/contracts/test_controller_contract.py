@@ -20,7 +20,7 @@ from asyncrl.inference.controller import InferenceController
 from tests.contracts.fake_controller import FakeController
 from tests.inference.conftest import Fleet, StartFleet, anyio_backend, cpu_layout, eventually, start_fleet
 from tests.inference.test_models import beside
-from tests.inference.test_updates import tensors_of
+from tests.inference.updates.test_weight_updates import tensors_of
 from tests.scripted import ScriptedEngine, ScriptedRouter
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.config.data import DataConfig
-from asyncrl.config.training import WarmupConfig
+from asyncrl.config.sections.data import DataConfig
+from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.supervised import SupervisedStream, load_supervised
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError, ModelError

@@ -14,10 +14,10 @@ import anyio
 from aiohttp import web
 from anyio.abc import Process
 
-from asyncrl.config.inference import RouterConfig
-from asyncrl.inference.launch import router_argv
-from asyncrl.inference.ports import PortAllocator
-from asyncrl.inference.router import RouterClient
+from asyncrl.config.sections.inference import RouterConfig
+from asyncrl.inference.engines.ports import PortAllocator
+from asyncrl.inference.routing.router_client import RouterClient
+from asyncrl.inference.sglang.launch import router_argv
 
 HOST = "127.0.0.1"
 

@@ -17,7 +17,7 @@ from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
-from tests.inference.test_updates import publish
+from tests.inference.updates.test_weight_updates import publish
 from tests.scripted import ScriptedHost, ScriptedRouter, hang, refuse
 
 pytestmark = pytest.mark.anyio

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import EngineError
 from tests.inference.conftest import Fleet, StartFleet, cancelled_in, cpu_layout, eventually
+from tests.inference.engines.test_recovery import FAST, publish, serves
 from tests.inference.test_models import beside
-from tests.inference.test_recovery import FAST, publish, serves
-from tests.inference.test_updates import tensors_of
+from tests.inference.updates.test_weight_updates import tensors_of
 from tests.scripted import ScriptedEngine, ScriptedRouter, instead, refuse
 
 pytestmark = pytest.mark.anyio

@@ -21,14 +21,14 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.errors import TrainerError
-from asyncrl.inference.engine_api import EngineClient
-from asyncrl.rollout.engine_client import EngineClient as RolloutClient
-from asyncrl.rollout.retry import RetryPolicy
-from asyncrl.rollout.wire import Generation
+from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutClient
+from asyncrl.rollout.requests.retry import RetryPolicy
+from asyncrl.rollout.requests.wire import Generation
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.transports.process_group import TransferGroup
 from tests.inference.conftest import StartFleet, eventually
-from tests.inference.test_recovery import publish, serves
+from tests.inference.engines.test_recovery import publish, serves
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine, instead
 
@@ -177,7 +177,7 @@ async def test_a_recovered_engine_answers_first_with_the_published_weights(
             await eventually(lambda life=life: victim.lives == life and r.serves(1, "0.1"))
             assert r.complaints() == []
             assert victim.calls[::-1].index("update_weights_from_disk") < victim.calls[::-1].index("generate")
-            async with EngineClient.open("engine-1", victim.url) as client:
+            async with EngineApi.open("engine-1", victim.url) as client:
                 answer = await client.generate([1])
             assert answer.meta_info.weight_version == "0.1"
             assert holds(victim, tensors_of("0.1"))

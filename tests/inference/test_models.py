@@ -13,9 +13,9 @@ import pytest
 
 from asyncrl.config.layout import EnginePlacement
 from asyncrl.errors import EngineError
-from asyncrl.inference.router import RouterClient
+from asyncrl.inference.routing.router_client import RouterClient
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
-from tests.inference.test_recovery import publish, serves
+from tests.inference.engines.test_recovery import publish, serves
 from tests.scripted import ScriptedEngine, ScriptedRouter, freeze, hang
 
 pytestmark = pytest.mark.anyio

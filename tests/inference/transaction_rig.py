@@ -22,9 +22,11 @@ from torch import Tensor
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import TrainerError, WeightUpdateError
-from asyncrl.inference import deadlines, engine_api, routing
-from asyncrl.inference import router as router_client
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.routing import router_client as router_client
+from asyncrl.inference.routing import routing
+from asyncrl.inference.sglang import engine_api
+from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.inference.updates import deadlines
 from asyncrl.observability.waits import waiting
 from asyncrl.pauses import Executor, ToldFleet
 from asyncrl.weights.copies import Copies
@@ -203,11 +205,11 @@ async def rig(
         "timeout_s": transfer_s,
         "flush_cache": on_update != "in_place",
     }
-    transport: Transport = BroadcastTransport(EngineClient.open, backend="gloo", **options)
+    transport: Transport = BroadcastTransport(EngineApi.open, backend="gloo", **options)
     if disk is not None:
-        transport = DiskTransport(EngineClient.open, directory=disk, **options)
+        transport = DiskTransport(EngineApi.open, directory=disk, **options)
     if handover:
-        transport = TensorTransport(EngineClient.open, **options)
+        transport = TensorTransport(EngineApi.open, **options)
     try:
         async with start_fleet(
             engines,

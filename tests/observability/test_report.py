@@ -13,7 +13,7 @@ from asyncrl.observability import report as report_module
 from asyncrl.observability.events import EventLog, FaultSeen, JobEnded, JobStarted, StepFinished, event_kinds
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.report import build_report, print_report, read_report
-from asyncrl.training.events import TrainerStepped
+from asyncrl.training.trainer_events import TrainerStepped
 
 
 def a_run(run_dir: Path) -> Path:

@@ -16,8 +16,8 @@ import torch
 
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.ledger import GroupState
-from asyncrl.rollout.wire import FailureKind
+from asyncrl.rollout.requests.retry import RequestFault
+from asyncrl.rollout.scheduling.ledger import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, let_time_out, told
 from tests.rollout.test_executor import group_of, sample_of
@@ -78,7 +78,7 @@ async def test_prompts_that_the_engine_refuses_cost_themselves_and_nobody_else(
             assert all(int(group) % 2 for group in batch.group_ids)
             await executor.commit(step)
         assert len(engine.requests) == len({request["rid"] for request in engine.requests})
-        assert executor.statistics().client.failed_attempts == {FailureKind.REFUSED: 4 * 6}
+        assert executor.statistics().client.failed_attempts == {RequestFault.REFUSED: 4 * 6}
     assert {line["reason"] for line in told(events, "group_dropped")} == {
         "only 0 of 4 samples usable (generation refused)"
     }
@@ -95,7 +95,7 @@ async def test_a_full_queue_is_back_pressure_and_costs_no_sample(start_executor:
         batch = await executor.get(0)
         assert batch.num_samples == 12
         statistics = executor.statistics().client
-        assert statistics.failed == 0 and set(statistics.failed_attempts) == {FailureKind.BUSY}
+        assert statistics.failed == 0 and set(statistics.failed_attempts) == {RequestFault.BUSY}
 
 
 async def test_as_many_connections_as_requests_in_flight(start_executor: StartExecutor) -> None:

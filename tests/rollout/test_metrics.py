@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
 from asyncrl.data.staleness import Bound
-from asyncrl.rollout.collection import Collection
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout, most_common_failure
+from asyncrl.rollout.scheduling.collection import Collection
 
 ONCE = Bound(0, optimizer_steps=1)
 IDS = np.array([5, 6], np.int32)

@@ -13,7 +13,7 @@ import anyio.to_thread
 import psutil
 import pytest
 
-from asyncrl.config.rollout import RewardConfig
+from asyncrl.config.sections.rollout import RewardConfig
 from asyncrl.errors import EngineError, HostLostError, RewardError
 from asyncrl.host import EngineHost, ProcessExit, ProcessSpec
 from asyncrl.observability.waits import WAITS

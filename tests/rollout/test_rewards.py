@@ -17,12 +17,12 @@ import psutil
 import pytest
 from blockbuster import blockbuster_ctx
 
-from asyncrl.config.rollout import RewardConfig
+from asyncrl.config.sections.rollout import RewardConfig
 from asyncrl.data.sample import Prompt, Sample, VersionSpan
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.host import EngineHost
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.rewards.frames import Outcome, frame
+from asyncrl.rollout.rewards.frames import ScoreOutcome, frame
 from asyncrl.rollout.rewards.registry import Runs, resolve_reward
 from asyncrl.rollout.rewards.scorer import Scorer
 
@@ -306,7 +306,7 @@ async def test_waiting_in_the_queue_is_no_wait_to_complain_of(tmp_path: Path, ho
 
 @pytest.mark.parametrize(
     "what",
-    ["ffffffff", "03000000c1c1c1", frame(Outcome(999, 1.0, None)).hex(), "0100000090"],
+    ["ffffffff", "03000000c1c1c1", frame(ScoreOutcome(999, 1.0, None)).hex(), "0100000090"],
     ids=["an endless frame", "no msgpack", "an answer to another job", "an empty answer"],
 )
 async def test_a_function_that_writes_into_the_workers_socket_costs_its_own_sample_only(

@@ -17,10 +17,10 @@ from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutError
 from asyncrl.observability.events import EventLog
-from asyncrl.rollout.events import GroupDropped, GroupFinished
-from asyncrl.rollout.ledger import GroupState, Reached
-from asyncrl.rollout.production import Issue
+from asyncrl.rollout.group_events import GroupDropped, GroupFinished
 from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout, made_with
+from asyncrl.rollout.scheduling.ledger import GroupState, Reached
+from asyncrl.rollout.scheduling.production import Issue
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 

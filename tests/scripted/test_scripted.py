@@ -20,7 +20,7 @@ import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessSpec
-from asyncrl.inference.engine_api import EngineClient, EngineRequestError
+from asyncrl.inference.sglang.engine_api import EngineApi, EngineRequestError
 from tests.inference.conftest import eventually
 from tests.scripted import (
     Fault,
@@ -59,8 +59,8 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 
 @pytest.fixture
-async def client(engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
-    async with EngineClient.open("engine-0", engine.url) as client:
+async def client(engine: ScriptedEngine) -> AsyncIterator[EngineApi]:
+    async with EngineApi.open("engine-0", engine.url) as client:
         yield client
 
 
@@ -72,7 +72,7 @@ async def some_tokens(engine: ScriptedEngine) -> None:
 async def undisturbed(tokens: int) -> tuple[int, ...]:
     """What an engine answers to the same prompt whose weights stay as they are."""
     engine = ScriptedEngine()
-    async with engine.serving(), EngineClient.open("undisturbed", engine.url) as client:
+    async with engine.serving(), EngineApi.open("undisturbed", engine.url) as client:
         return (await client.generate([1, 2], max_new_tokens=tokens)).output_ids
 
 
@@ -86,7 +86,7 @@ def test_a_fault_meets_the_calls_that_it_names() -> None:
 
 
 async def test_a_retract_pause_keeps_tokens_and_each_version_has_its_span(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: EngineApi
 ) -> None:
     answers = []
 
@@ -112,7 +112,7 @@ async def test_a_retract_pause_keeps_tokens_and_each_version_has_its_span(
 
 
 async def test_an_in_place_pause_refuses_the_flush_and_mixes_old_kv_into_the_log_probs(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: EngineApi
 ) -> None:
     answers = []
 
@@ -135,7 +135,7 @@ async def test_an_in_place_pause_refuses_the_flush_and_mixes_old_kv_into_the_log
 
 
 async def test_an_abort_goes_by_prefix_and_does_not_reach_requests_in_front_of_the_scheduler(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: EngineApi
 ) -> None:
     reasons: dict[str, str] = {}
 
@@ -160,7 +160,7 @@ async def test_an_abort_goes_by_prefix_and_does_not_reach_requests_in_front_of_t
     assert reasons == {"pre-1": "abort", "pre-11": "abort", "other": "abort", "late": "length"}
 
 
-async def test_the_engine_refuses_what_the_real_one_refuses(engine: ScriptedEngine, client: EngineClient) -> None:
+async def test_the_engine_refuses_what_the_real_one_refuses(engine: ScriptedEngine, client: EngineApi) -> None:
     for call in (client.end_weight_update(), client.destroy_weights_group("nobody")):
         with pytest.raises(EngineRequestError, match="HTTP 400"):
             await call
@@ -177,7 +177,7 @@ async def test_the_engine_refuses_what_the_real_one_refuses(engine: ScriptedEngi
 
 
 async def test_a_frozen_scheduler_answers_pings_only_and_holds_what_continue_needs(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: EngineApi
 ) -> None:
     await client.pause()
     engine.script(freeze("begin_weight_update"))
@@ -194,7 +194,7 @@ async def test_what_kills_the_engine_resets_its_connections_and_tells_the_host(k
     async with ScriptedHost({"engine-0": engine}, ScriptedRouter()) as host:
         spec = ProcessSpec(name="engine-0", argv=("engine", "--host", "127.0.0.1", "--port", "0"))
         first = await host.spawn(spec)
-        async with EngineClient.open("engine-0", engine.url) as client:
+        async with EngineApi.open("engine-0", engine.url) as client:
             await client.set_version("7")
             engine.script(*([die("generate")] if kill == "die" else []))
             with pytest.raises(EngineRequestError, match="no answer"):
@@ -215,7 +215,7 @@ async def test_what_kills_the_engine_resets_its_connections_and_tells_the_host(k
     [drop("model_info", times=2), truncate("model_info", times=2), garbage("model_info")],
     ids=lambda fault: fault.kind,
 )
-async def test_answers_that_break_are_no_answers(engine: ScriptedEngine, client: EngineClient, fault: Fault) -> None:
+async def test_answers_that_break_are_no_answers(engine: ScriptedEngine, client: EngineApi, fault: Fault) -> None:
     engine.script(fault)  # twice where the connection closes: a GET is then sent again
     with pytest.raises(EngineRequestError):
         await client.model_info()
@@ -223,7 +223,7 @@ async def test_answers_that_break_are_no_answers(engine: ScriptedEngine, client:
     await client.model_info()
 
 
-async def test_an_engine_with_full_slots_is_healthy(engine: ScriptedEngine, client: EngineClient) -> None:
+async def test_an_engine_with_full_slots_is_healthy(engine: ScriptedEngine, client: EngineApi) -> None:
     async with anyio.create_task_group() as task_group:
         for _ in range(4):
             task_group.start_soon(partial(client.generate, [1], max_new_tokens=1000, timeout_s=30.0))
@@ -232,7 +232,7 @@ async def test_an_engine_with_full_slots_is_healthy(engine: ScriptedEngine, clie
         await client.abort_all()
 
 
-async def test_slow_and_hanging_answers_take_their_time(engine: ScriptedEngine, client: EngineClient) -> None:
+async def test_slow_and_hanging_answers_take_their_time(engine: ScriptedEngine, client: EngineApi) -> None:
     engine.script(slow("model_info", 0.2), hang("model_info", nth=2, seconds=0.2))
     for _ in range(2):
         began = anyio.current_time()
@@ -257,7 +257,7 @@ async def test_engines_of_another_process_take_their_script_and_can_really_be_st
 ) -> None:
     popen, urls = process
     assert len(set(urls)) == 3
-    async with EngineClient.open("engine-0", urls[0]) as client, aiohttp.ClientSession() as session:
+    async with EngineApi.open("engine-0", urls[0]) as client, aiohttp.ClientSession() as session:
         with pytest.raises(EngineRequestError, match="HTTP 503"):
             await client.ping()
         await client.ping()

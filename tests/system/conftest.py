@@ -25,8 +25,8 @@ from asyncrl.host import EngineHost
 from asyncrl.host.proc import descendants
 from asyncrl.host.shared_memory import mapped_by
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.engine_api import EngineClient
-from asyncrl.inference.verify import Checksums
+from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.inference.updates.verify import Checksums
 from asyncrl.observability.events import EventLog
 from tests.tiny_model import write_tiny_qwen3
 
@@ -66,7 +66,7 @@ class RealFleet:
         version = version or self.next_version()
         lease = await self.controller.begin_weight_update(version)
         for engine in lease.engines:
-            async with EngineClient.open(engine.engine_id, engine.url) as client:
+            async with EngineApi.open(engine.engine_id, engine.url) as client:
                 await client.update_from_disk(str(model))
         acks = [UpdateAck(engine.engine_id, engine.generation) for engine in lease.engines]
         await self.controller.commit_weight_update(lease.lease_id, acks, model if keep_copy else None)
@@ -146,7 +146,7 @@ async def serving_fleet(fleet: RealFleet) -> AsyncIterator[RealFleet]:
     assert fleet.failures == []
     for status in fleet.controller.fleet().engines:
         assert status.state is EngineState.SERVING
-        async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
+        async with EngineApi.open(status.endpoint.engine_id, status.endpoint.url) as client:
             await client.generate([5], timeout_s=10)
 
 
@@ -159,5 +159,5 @@ async def shared_engine(serving_fleet: RealFleet) -> AsyncIterator[str]:
     """
     [status] = serving_fleet.controller.fleet().engines
     yield status.endpoint.url
-    async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
+    async with EngineApi.open(status.endpoint.engine_id, status.endpoint.url) as client:
         await client.flush_cache(idle_timeout_s=20)  # refused while it has a request; the last ones end in a moment

@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.rollout.engine_client import EngineClient
-from asyncrl.rollout.events import RequestFailed
-from asyncrl.rollout.retry import RetryPolicy
-from asyncrl.rollout.wire import Generation, SamplingParams, encode_prompt
+from asyncrl.rollout.group_events import RequestFailed
+from asyncrl.rollout.requests.generate_client import GenerateClient
+from asyncrl.rollout.requests.retry import RetryPolicy
+from asyncrl.rollout.requests.wire import Generation, SamplingParams, encode_prompt
 from tests.tiny_model import VOCABULARY
 
 TOKENS = 48
@@ -49,7 +49,7 @@ class Load:
         assert len(self.answers) >= goal, f"{self.attempts} attempts, {len(self.answers)} answers; the last: {last}"
 
 
-class _WatchedClient(EngineClient):
+class _WatchedClient(GenerateClient):
     """Notes when attempts are sent."""
 
     load: Load

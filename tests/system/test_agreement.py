@@ -17,7 +17,7 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.training.factory import make_trainer
 from asyncrl.training.train_group import TrainGroup
@@ -76,7 +76,7 @@ def config_at(fleet: RealFleet, data: Path, temperature: float) -> Config:
 async def greedy_of_engines(fleet: RealFleet) -> dict[str, list[list[int]]]:
     answers: dict[str, list[list[int]]] = {}
     for status in fleet.controller.fleet().engines:
-        async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
+        async with EngineApi.open(status.endpoint.engine_id, status.endpoint.url) as client:
             answers[status.endpoint.engine_id] = [
                 list((await client.generate(prompt, max_new_tokens=GREEDY_TOKENS)).output_ids)
                 for prompt in GREEDY_PROMPTS
@@ -110,7 +110,7 @@ async def check_agreement(fleet: RealFleet, directory: Path, temperatures: tuple
             make_trainer=make_trainer,
             events=fleet.events,
             fleet=fleet.controller,
-            transport=make_transport(base, "broadcast", open_engine=EngineClient.open),
+            transport=make_transport(base, "broadcast", open_engine=EngineApi.open),
         )
         try:
             await trainer.init()

@@ -19,8 +19,8 @@ from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.engine_api import EngineClient, EngineRequestError
-from asyncrl.inference.router import RouterClient
+from asyncrl.inference.routing.router_client import RouterClient
+from asyncrl.inference.sglang.engine_api import EngineApi, EngineRequestError
 from asyncrl.observability.events import EventLog
 from asyncrl.weights.buckets import TensorSpec
 from tests.system.conftest import RealFleet, fleet_config
@@ -32,7 +32,7 @@ PROMPT = [10, 20, 30, 40]
 
 def engine_client(fleet: RealFleet):
     endpoint = fleet.controller.fleet().engines[0].endpoint
-    return EngineClient.open(endpoint.engine_id, endpoint.url)
+    return EngineApi.open(endpoint.engine_id, endpoint.url)
 
 
 async def generate_through_router(fleet: RealFleet, session: aiohttp.ClientSession, tokens: int) -> dict:
@@ -165,7 +165,7 @@ async def test_a_refused_control_call_names_engine_endpoint_and_reason(serving_f
 
 async def test_a_name_that_the_engine_ignores_is_found_by_the_reset(serving_fleet: RealFleet) -> None:
     """What the controller does on a first publication, on the real checker: all tensors change but those not sent."""
-    from asyncrl.inference.verify import unreceived
+    from asyncrl.inference.updates.verify import unreceived
 
     await serving_fleet.publish_from_disk(serving_fleet.models[0], keep_copy=False)
     lease = await serving_fleet.controller.begin_weight_update("0.999")

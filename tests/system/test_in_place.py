@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.data.sample import VersionSpan
-from asyncrl.inference.engine_api import EngineClient
-from asyncrl.rollout.wire import attribute_steps_in_flight
+from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.rollout.requests.wire import attribute_steps_in_flight
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from tests.system.conftest import RealFleet
 from tests.system.test_update_under_load import (
@@ -49,7 +49,7 @@ async def in_place(
     updates = serving_fleet.controller._started.updates
     monkeypatch.setattr(updates, "_config", updates._config.model_copy(update={"on_update": "in_place"}))
     transport = BroadcastTransport(
-        EngineClient.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0, flush_cache=False
+        EngineApi.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0, flush_cache=False
     )
     yield transport
     await transport.aclose()

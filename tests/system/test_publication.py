@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from asyncrl.data.fleet import EngineState
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.weights.publication import PublicationReport, publish
 from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport
@@ -41,10 +41,10 @@ async def second(serving_fleet: RealFleet) -> AsyncIterator[ThreadSource]:
 
 def make_transport(kind: str, directory: Path) -> Transport:
     if kind == "broadcast":
-        return BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+        return BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
     if kind == "tensor":
-        return TensorTransport(EngineClient.open, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
-    return DiskTransport(EngineClient.open, directory=directory, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+        return TensorTransport(EngineApi.open, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+    return DiskTransport(EngineApi.open, directory=directory, bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
 
 
 async def publish_to(fleet: RealFleet, source: ThreadSource, transport: Transport, version: str) -> PublicationReport:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from asyncrl.data.fleet import EngineState
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from tests.system.conftest import RealFleet, started_fleet
 from tests.system.jobs import command_line
 from tests.system.load import TOKENS, Load, continuous_load
@@ -120,7 +120,7 @@ async def recovery(fleet: RealFleet, load: Load) -> float:
     statuses = fleet.controller.fleet().engines
     assert [(s.state, s.version) for s in statuses] == [(EngineState.SERVING, version)] * len(statuses)
     for status in statuses:
-        async with EngineClient.open(status.endpoint.engine_id, status.endpoint.url) as client:
+        async with EngineApi.open(status.endpoint.engine_id, status.endpoint.url) as client:
             assert (await client.generate([5])).meta_info.weight_version == version
     await load.progress(2 * REQUESTS)
     for answer in load.answers[answers:]:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from tests.inference.router_rig import real_router
 from tests.system.conftest import RealFleet
 
@@ -51,7 +51,7 @@ async def test_a_paused_engine_keeps_its_place_and_a_routing_key_means_nothing_t
     watchful = {"health_interval_s": 1, "health_failures": 1, "args": {"health_check_timeout_secs": 2}}
     async with (
         real_router(tmp_path, policy="manual", sticky="group", **watchful) as router,
-        EngineClient.open(engine.engine_id, engine.url) as client,
+        EngineApi.open(engine.engine_id, engine.url) as client,
     ):
         await router.client.add(engine.url)
         answers: list[tuple[int, bytes]] = []

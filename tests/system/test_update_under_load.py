@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.weights.publication import publish
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from tests.system.conftest import RealFleet
@@ -155,7 +155,7 @@ async def on_transformers(model: Path, generation: Generation) -> list[int]:
 
 @pytest.fixture
 async def transport(serving_fleet: RealFleet) -> AsyncIterator[BroadcastTransport]:
-    transport = BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
+    transport = BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=SMALL_BUCKET, timeout_s=10.0)
     yield transport
     await transport.aclose()
 

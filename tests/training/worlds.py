@@ -28,12 +28,12 @@ from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
 from asyncrl.training.checkpoints.shard import Shard, Snapshot
-from asyncrl.training.commands import TrainerFactory
-from asyncrl.training.layout import RankLayout
-from asyncrl.training.rank import serve_rank
+from asyncrl.training.ranks.commands import TrainerFactory
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.ranks.rank import serve_rank
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.buckets import TensorSpec
-from tests.training.ranks import fork_server, meeting_port
+from tests.training.forked_ranks import fork_server, meeting_port
 
 Fault = Callable[[], None]
 Faults = Mapping[tuple[int, str], Fault]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
-from asyncrl.training.trainer_thread import TrainerThread
+from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import Sink
 

@@ -19,11 +19,11 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.weights.copies import Copies, CopyWriter
 from asyncrl.weights.publication import PublicationReport, engines_to_retry, publish
 from asyncrl.weights.shielding import finish_despite_cancellation
-from asyncrl.weights.transfer import EngineFailure, FailureKind, TransferResult, WeightSource
+from asyncrl.weights.transfer import EngineFailure, TransferFault, TransferResult, WeightSource
 from tests.weights.fakes import AccountingFleet, ThreadSource
 
 ENGINES = tuple(EngineEndpoint(f"engine-{i}", 1, f"http://engine-{i}", 1) for i in range(3))
-GONE, REFUSED, COLLATERAL = (EngineFailure(kind, f"it was {kind}") for kind in FailureKind)
+GONE, REFUSED, COLLATERAL = (EngineFailure(kind, f"it was {kind}") for kind in TransferFault)
 
 
 @dataclass

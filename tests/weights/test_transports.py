@@ -19,9 +19,9 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import WeightUpdateError
-from asyncrl.inference.engine_api import EngineClient
+from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.transfer import BucketFiller, FailureKind, Transport
+from asyncrl.weights.transfer import BucketFiller, TransferFault, Transport
 from asyncrl.weights.transports import broadcast, make_transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
 from asyncrl.weights.transports.disk import DiskTransport
@@ -69,7 +69,7 @@ async def start() -> AsyncIterator[Start]:
             engine = ScriptedEngine(zeros, tensor_parallel=tensor_parallel)
             engines.append(engine)
             await task_group.start(engine.run)
-            async with EngineClient.open(engine_id, engine.url) as client:
+            async with EngineApi.open(engine_id, engine.url) as client:
                 await client.pause()
                 await client.begin_weight_update()
             return Peer(engine, EngineEndpoint(engine_id, generation, engine.url, tensor_parallel))
@@ -84,18 +84,18 @@ def endpoints(peers: Iterable[Peer]) -> tuple[EngineEndpoint, ...]:
 
 
 def make_broadcast(timeout_s: float = 10.0) -> BroadcastTransport:
-    return BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+    return BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
 
 
 def make_tensor(timeout_s: float = 10.0) -> TensorTransport:
-    return TensorTransport(EngineClient.open, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+    return TensorTransport(EngineApi.open, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
 
 
 @pytest.fixture
 def make_disk(tmp_path: Path) -> Make:
     def make(timeout_s: float = 10.0) -> DiskTransport:
         return DiskTransport(
-            EngineClient.open, directory=tmp_path / "weights", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+            EngineApi.open, directory=tmp_path / "weights", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
         )
 
     return make
@@ -137,7 +137,7 @@ def make_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def make(kind: Literal["broadcast", "tensor", "disk"], **weights: Any) -> Transport:
         config = Config.model_validate({"run": {"dir": tmp_path}, "weights": weights})
-        return make_transport(config, kind, open_engine=EngineClient.open)
+        return make_transport(config, kind, open_engine=EngineApi.open)
 
     return make
 
@@ -168,7 +168,7 @@ async def test_buckets_of_a_job_are_as_large_as_it_asks_for(
 
 async def test_small_tensors_share_a_message_and_large_ones_do_not(source: ThreadSource, start: Start) -> None:
     engine = await start()
-    transport = BroadcastTransport(EngineClient.open, backend="gloo", bucket_bytes=1 << 20, timeout_s=10.0)
+    transport = BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=1 << 20, timeout_s=10.0)
     await transport.transfer(source, endpoints([engine]))
     assert_equal(engine, source.tensors)
     assert [update["load_format"] for update in engine.engine.updates] == ["flattened_bucket"]
@@ -204,8 +204,8 @@ async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
     victim.script(die(RECEIVE, when=step, nth=bucket + 1))
     result = await transport.transfer(source, endpoints([survivor, victim]))
 
-    assert result.failures["engine-1"].kind is FailureKind.GONE
-    assert result.failures.get("engine-0") is None or result.failures["engine-0"].kind is FailureKind.COLLATERAL
+    assert result.failures["engine-1"].kind is TransferFault.GONE
+    assert result.failures.get("engine-0") is None or result.failures["engine-0"].kind is TransferFault.COLLATERAL
     assert source.exported == len(source.tensors), "the export was drained"
 
     await transport.abandon(endpoints([survivor, victim]))
@@ -224,8 +224,8 @@ async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_s
     refusing.script(refuse(RECEIVE, when=when, nth=2))
     with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
         result = await transport.transfer(source, endpoints([good, refusing]))
-    assert result.failures["engine-1"].kind is FailureKind.REFUSED
-    assert "engine-0" not in result.failures or result.failures["engine-0"].kind is FailureKind.COLLATERAL
+    assert result.failures["engine-1"].kind is TransferFault.REFUSED
+    assert "engine-0" not in result.failures or result.failures["engine-0"].kind is TransferFault.COLLATERAL
     assert source.exported == len(source.tensors)
     await transport.aclose()
 
@@ -261,8 +261,8 @@ async def test_a_hanging_engine_costs_one_bucket_timeout(
     source.before_tensor = lambda number: hurry(transport, 0.5) if number == second else None
     with anyio.fail_after(10.0):
         result = await transport.transfer(source, endpoints([good, hanging]))
-    assert result.failures["engine-1"].kind is FailureKind.GONE
-    assert result.failures["engine-0"].kind is FailureKind.COLLATERAL
+    assert result.failures["engine-1"].kind is TransferFault.GONE
+    assert result.failures["engine-0"].kind is TransferFault.COLLATERAL
     assert result.source_error is not None
     assert source.exported == len(source.tensors)
     await transport.aclose()
@@ -288,8 +288,8 @@ async def test_a_group_that_does_not_form_touches_nobody(
     with anyio.fail_after(10.0):
         result = await transport.transfer(source, endpoints([good, bad]))
     assert not result.touched and result.source_error is not None
-    assert result.failures["engine-1"].kind is (FailureKind.REFUSED if how == "refuse" else FailureKind.GONE)
-    assert result.failures["engine-0"].kind is FailureKind.COLLATERAL, "it is let go at once, and may be tried again"
+    assert result.failures["engine-1"].kind is (TransferFault.REFUSED if how == "refuse" else TransferFault.GONE)
+    assert result.failures["engine-0"].kind is TransferFault.COLLATERAL, "it is let go at once, and may be tried again"
     assert source.exported == 0
     await transport.abandon(endpoints([good, bad]))
 
@@ -305,7 +305,7 @@ async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: Thread
     transport = make_broadcast(timeout_s=60.0)
     with anyio.fail_after(20.0):
         result = await transport.transfer(source, endpoints([engine]))
-    assert result.failures["engine-0"].kind is FailureKind.REFUSED and not result.touched
+    assert result.failures["engine-0"].kind is TransferFault.REFUSED and not result.touched
     await transport.aclose()
 
 

@@ -2,7 +2,7 @@
 
     worker → Started(error)            once, after importing the function
     driver → Setup                     first
-    driver → Job        worker → Outcome      one at a time, with the number of the job
+    driver → ScoreCall        worker → ScoreOutcome      one at a time, with the number of the job
 
 Arrays travel as raw bytes. Nothing is pickled. The function that runs in the worker may do anything with its socket:
 what comes back is believed only if it is an answer to the job that was sent.
@@ -37,7 +37,7 @@ class Started(msgspec.Struct):
     error: str | None
 
 
-class Job(msgspec.Struct):
+class ScoreCall(msgspec.Struct):
     """One sample with its prompt."""
 
     number: int
@@ -56,7 +56,7 @@ class Job(msgspec.Struct):
     record: dict[str, Any]
 
 
-class Outcome(msgspec.Struct):
+class ScoreOutcome(msgspec.Struct):
     number: int
     reward: float | None
     failure: str | None
@@ -68,8 +68,8 @@ def frame(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def job_of(number: int, sample: Sample, prompt: Prompt) -> Job:
-    return Job(
+def job_of(number: int, sample: Sample, prompt: Prompt) -> ScoreCall:
+    return ScoreCall(
         number=number,
         sample_id=sample.sample_id,
         group_id=sample.group_id,
@@ -86,7 +86,7 @@ def job_of(number: int, sample: Sample, prompt: Prompt) -> Job:
     )
 
 
-def sample_and_prompt(job: Job) -> tuple[Sample, Prompt]:
+def sample_and_prompt(job: ScoreCall) -> tuple[Sample, Prompt]:
     prompt_ids = np.frombuffer(job.prompt_ids, np.int32)
     sample = Sample(
         sample_id=job.sample_id,

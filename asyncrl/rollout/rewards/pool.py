@@ -38,7 +38,7 @@ from asyncrl.data.sample import Prompt, Sample
 from asyncrl.errors import AsyncRLError, EngineError, HostLostError, RewardError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.observability.waits import WAITS, waiting
-from asyncrl.rollout.rewards.frames import HEADER, LONGEST_ANSWER_BYTES, Outcome, Setup, Started, frame, job_of
+from asyncrl.rollout.rewards.frames import HEADER, LONGEST_ANSWER_BYTES, ScoreOutcome, Setup, Started, frame, job_of
 from asyncrl.rollout.rewards.registry import RewardFunction
 from asyncrl.rollout.rewards.result import Score
 
@@ -197,7 +197,7 @@ class WorkerPool:
         try:
             with waiting("reward", f"{name} for {sample_id}", self._timeout_s):
                 await connection.send(body)
-                outcome = await connection.receive(Outcome)
+                outcome = await connection.receive(ScoreOutcome)
                 if outcome.number != number:
                     raise Garbled(f"an answer to job {outcome.number} instead of {number}")
         except Garbled as error:

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from asyncrl.config.rollout import RewardConfig
+from asyncrl.config.sections.rollout import RewardConfig
 from asyncrl.data.sample import Prompt, Sample
 from asyncrl.errors import RewardError
 from asyncrl.observability.waits import waiting

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RewardError
-from asyncrl.rollout.rewards.frames import HEADER, Job, Outcome, Setup, Started, frame, sample_and_prompt
+from asyncrl.rollout.rewards.frames import HEADER, ScoreCall, ScoreOutcome, Setup, Started, frame, sample_and_prompt
 from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
 from asyncrl.rollout.rewards.result import describe_exception, judge_result
 
@@ -37,7 +37,7 @@ def main(socket_name: str) -> None:
         return
     connection.sendall(frame(Started(None)))
     _be_first_to_go()
-    decoder, own_pid = msgspec.msgpack.Decoder(Job), os.getpid()
+    decoder, own_pid = msgspec.msgpack.Decoder(ScoreCall), os.getpid()
     while (body := _receive(connection)) is not None:
         outcome = _score(reward, decoder.decode(body))
         if os.getpid() != own_pid:  # the function forked, and its child came back from it too
@@ -51,13 +51,13 @@ def _be_first_to_go() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _score(reward: RewardFunction, job: Job) -> Outcome:
+def _score(reward: RewardFunction, job: ScoreCall) -> ScoreOutcome:
     sample, prompt = sample_and_prompt(job)
     try:
         score = judge_result(reward.call(sample, prompt))
     except Exception as error:  # whatever the user's function raises is this sample's outcome
-        return Outcome(job.number, None, describe_exception(error))
-    return Outcome(job.number, score.reward, score.failure)
+        return ScoreOutcome(job.number, None, describe_exception(error))
+    return ScoreOutcome(job.number, score.reward, score.failure)
 
 
 def _receive(connection: socket.socket) -> bytes | None:

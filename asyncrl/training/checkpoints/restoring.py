@@ -9,7 +9,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.manifest import SavedTensor
 from asyncrl.training.checkpoints.shard import Shard, read_shard
 from asyncrl.training.checkpoints.store import read_manifest
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 
 

@@ -28,15 +28,15 @@ import anyio.abc
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.config.toml import config_toml
+from asyncrl.config.reading.toml import config_toml
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
 from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
 from asyncrl.training.checkpoints.settings import changed_settings
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
-from asyncrl.training.layout import RankLayout
-from asyncrl.training.trainer_thread import Job, TrainerThread
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.ranks.trainer_thread import ThreadCall, TrainerThread
 
 T = TypeVar("T")
 
@@ -244,7 +244,7 @@ class CheckpointSaver:
         finally:
             self._store.discard(writing.staging)
 
-    def _conclude(self, writing: _Writing, job: Job[Path]) -> None:
+    def _conclude(self, writing: _Writing, job: ThreadCall[Path]) -> None:
         try:
             writing.path = job.result()
         except (OSError, CheckpointError) as error:

@@ -6,8 +6,8 @@ import tomllib
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.redaction import shown
-from asyncrl.config.toml import config_toml
+from asyncrl.config.reading.redaction import shown
+from asyncrl.config.reading.toml import config_toml
 
 _SAME_TRAINING = frozenset({"max_tokens_per_microbatch", "tensor_parallel", "init_timeout_s", "step_timeout_s"})
 """Settings of `train` that change how a step is computed and not what it does. Other ranks are refused anyway."""

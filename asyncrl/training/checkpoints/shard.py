@@ -18,8 +18,8 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.files import write_bytes, write_tensors
 from asyncrl.training.checkpoints.manifest import FileRecord
-from asyncrl.training.layout import RankLayout
-from asyncrl.training.model_directory import HuggingFaceModel
+from asyncrl.training.models.model_directory import HuggingFaceModel
+from asyncrl.training.ranks.layout import RankLayout
 
 SHARDS = "trainer"
 """Directory of the shards in a checkpoint."""

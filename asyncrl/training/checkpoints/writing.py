@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.training.checkpoints.manifest import Wrote
 from asyncrl.training.checkpoints.shard import Snapshot, write_snapshot
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.ranks.layout import RankLayout
 
 Report = Callable[[Wrote], None]
 

@@ -25,10 +25,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import ModelError
-from asyncrl.training.architecture import Architecture
-from asyncrl.training.layout import RankLayout
 from asyncrl.training.megatron import mapping
-from asyncrl.training.model_directory import MAX_FILE_BYTES, HuggingFaceModel, write_model
+from asyncrl.training.models.architecture import Architecture
+from asyncrl.training.models.model_directory import MAX_FILE_BYTES, HuggingFaceModel, write_model
+from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

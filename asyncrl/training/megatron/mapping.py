@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.training.architecture import Architecture
+from asyncrl.training.models.architecture import Architecture
 
 
 class Kind(Enum):
@@ -33,7 +33,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MappedParameter:
     """One Megatron parameter."""
 
     kind: Kind
@@ -42,36 +42,36 @@ class Entry:
 
 
 _MODEL = {
-    "embedding.word_embeddings.weight": Entry(Kind.VOCABULARY, ("model.embed_tokens.weight",)),
-    "decoder.final_layernorm.weight": Entry(Kind.REPLICATED, ("model.norm.weight",)),
-    "output_layer.weight": Entry(Kind.VOCABULARY, ("lm_head.weight",)),
+    "embedding.word_embeddings.weight": MappedParameter(Kind.VOCABULARY, ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": MappedParameter(Kind.REPLICATED, ("model.norm.weight",)),
+    "output_layer.weight": MappedParameter(Kind.VOCABULARY, ("lm_head.weight",)),
 }
 
-_INPUT_NORM = Entry(Kind.REPLICATED, ("input_layernorm.weight",))
-_MLP_NORM = Entry(Kind.REPLICATED, ("post_attention_layernorm.weight",))
+_INPUT_NORM = MappedParameter(Kind.REPLICATED, ("input_layernorm.weight",))
+_MLP_NORM = MappedParameter(Kind.REPLICATED, ("post_attention_layernorm.weight",))
 _LAYER = {
     "input_layernorm.weight": _INPUT_NORM,
     "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,  # Transformer Engine fuses it into the projection
     "pre_mlp_layernorm.weight": _MLP_NORM,
     "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,  # likewise
-    "self_attention.q_layernorm.weight": Entry(Kind.REPLICATED, ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Entry(Kind.REPLICATED, ("self_attn.k_norm.weight",)),
-    "self_attention.linear_qkv.weight": Entry(Kind.QKV, tuple(f"self_attn.{p}_proj.weight" for p in "qkv")),
-    "self_attention.linear_qkv.bias": Entry(Kind.QKV, tuple(f"self_attn.{p}_proj.bias" for p in "qkv")),
-    "self_attention.linear_proj.weight": Entry(Kind.COLUMNS, ("self_attn.o_proj.weight",)),
-    "mlp.linear_fc1.weight": Entry(Kind.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": Entry(Kind.COLUMNS, ("mlp.down_proj.weight",)),
+    "self_attention.q_layernorm.weight": MappedParameter(Kind.REPLICATED, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": MappedParameter(Kind.REPLICATED, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_qkv.weight": MappedParameter(Kind.QKV, tuple(f"self_attn.{p}_proj.weight" for p in "qkv")),
+    "self_attention.linear_qkv.bias": MappedParameter(Kind.QKV, tuple(f"self_attn.{p}_proj.bias" for p in "qkv")),
+    "self_attention.linear_proj.weight": MappedParameter(Kind.COLUMNS, ("self_attn.o_proj.weight",)),
+    "mlp.linear_fc1.weight": MappedParameter(Kind.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": MappedParameter(Kind.COLUMNS, ("mlp.down_proj.weight",)),
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def entry(parameter: str) -> Entry:
+def entry(parameter: str) -> MappedParameter:
     """Looks up a Megatron parameter by its name; KeyError for one that no supported model has."""
     match = _LAYER_NAME.fullmatch(parameter)
     if match is None:
         return _MODEL[parameter]
     found = _LAYER[match[2]]
-    return Entry(found.kind, tuple(f"model.layers.{match[1]}.{name}" for name in found.names))
+    return MappedParameter(found.kind, tuple(f"model.layers.{match[1]}.{name}" for name in found.names))
 
 
 def tensor_shape(name: str, a: Architecture) -> tuple[int, ...]:

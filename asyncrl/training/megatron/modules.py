@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from asyncrl.training.packing import attention_runs
+from asyncrl.training.learner.packing import attention_runs
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from asyncrl.config.training import TrainConfig
+from asyncrl.config.sections.training import TrainConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.training.megatron.model import PolicyModel
 

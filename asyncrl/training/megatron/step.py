@@ -16,11 +16,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.training.collate import PackedTokens, pack_tokens
-from asyncrl.training.logprobs import token_logprobs
-from asyncrl.training.losses import TokenLoss
+from asyncrl.training.algorithms.losses import TokenLoss
+from asyncrl.training.learner.collate import PackedTokens, pack_tokens
+from asyncrl.training.learner.logprobs import token_logprobs
+from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.megatron.modules import packed_sequences
-from asyncrl.training.packing import MicroBatch
 
 LossFunction = Callable[[Tensor, PackedTokens, Tensor], TokenLoss]
 """(log-probs float32 [R] with gradient, the packed tokens, mask bool [R]) -> loss."""

@@ -26,19 +26,19 @@ from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.saved_batch import batch_paths, save_batch
 from asyncrl.errors import NonFiniteError
-from asyncrl.training import losses
-from asyncrl.training.advantages import group_advantages, groups_without_signal
-from asyncrl.training.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.algorithms import losses
+from asyncrl.training.algorithms.advantages import group_advantages, groups_without_signal
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, restore_rng
-from asyncrl.training.collate import PackedTokens, check_batch, trained_samples
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.learner.collate import PackedTokens, check_batch, trained_samples
+from asyncrl.training.learner.packing import StepPlan, plan_steps
+from asyncrl.training.learner.schedule import learning_rate
 from asyncrl.training.megatron import cpu_shim
 from asyncrl.training.megatron.checkpoint import Checkpoint, WeightExchange
 from asyncrl.training.megatron.model import PolicyModel, transformer_config
 from asyncrl.training.megatron.optimizer import Optimizer
 from asyncrl.training.megatron.step import LossFunction, Tally, forward_backward, forward_logprobs
-from asyncrl.training.packing import StepPlan, plan_steps
-from asyncrl.training.schedule import learning_rate
+from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 
 _OPTIMIZER = "optimizer."

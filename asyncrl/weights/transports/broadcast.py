@@ -24,11 +24,11 @@ from asyncrl.weights.buckets import Bucket
 from asyncrl.weights.shielding import finish_despite_cancellation
 from asyncrl.weights.transfer import (
     BucketFiller,
-    EngineControl,
     EngineFailure,
     EngineOpener,
-    FailureKind,
+    TransferFault,
     TransferResult,
+    WeightReceiver,
     WeightSource,
     engine_failure,
     on_each_engine,
@@ -136,7 +136,7 @@ class BroadcastTransport:
         if self._stopped is not None:
             raise WeightUpdateError(self._stopped)
 
-    async def _transfer(self, source: WeightSource, clients: Mapping[EngineEndpoint, EngineControl]) -> TransferResult:
+    async def _transfer(self, source: WeightSource, clients: Mapping[EngineEndpoint, WeightReceiver]) -> TransferResult:
         self._stopped = None
         failures: dict[str, EngineFailure] = {}
         try:
@@ -150,7 +150,7 @@ class BroadcastTransport:
     async def _send(
         self,
         source: WeightSource,
-        clients: Mapping[EngineEndpoint, EngineControl],
+        clients: Mapping[EngineEndpoint, WeightReceiver],
         sink: BroadcastSink,
         failures: dict[str, EngineFailure],
     ) -> TransferResult:
@@ -158,7 +158,7 @@ class BroadcastTransport:
         source_error: str | None = None
         unanswered = {e.engine_id for e in clients}
 
-        async def feed(engine: EngineEndpoint, client: EngineControl) -> None:
+        async def feed(engine: EngineEndpoint, client: WeightReceiver) -> None:
             last = len(sink.buckets) - 1
             for index, bucket in enumerate(sink.buckets):
                 try:
@@ -174,7 +174,7 @@ class BroadcastTransport:
                     failure = engine_failure(error, broken_before=suffered)
                     failures[engine.engine_id] = failure
                     sink.fail(str(error))
-                    if failure.kind is FailureKind.REFUSED:
+                    if failure.kind is TransferFault.REFUSED:
                         await self._part_from(client, sink)
                     break
             unanswered.discard(engine.engine_id)
@@ -195,10 +195,10 @@ class BroadcastTransport:
             raise raised
         for engine_id in unanswered:
             reason = f"no answer within {ANSWER_GRACE_S:g} s after the transfer broke ({source_error})"
-            failures[engine_id] = EngineFailure(FailureKind.GONE, reason)
+            failures[engine_id] = EngineFailure(TransferFault.GONE, reason)
         return TransferResult(sink.bytes_sent, failures, source_error)
 
-    async def _part_from(self, client: EngineControl, sink: BroadcastSink) -> None:
+    async def _part_from(self, client: WeightReceiver, sink: BroadcastSink) -> None:
         """Makes an engine that refused a bucket leave the group.
 
         The trainer may be sending that bucket or the next, and would wait for the engine in vain: its end closes.
@@ -210,7 +210,7 @@ class BroadcastTransport:
     async def _group_with(
         self,
         source: WeightSource,
-        clients: Mapping[EngineEndpoint, EngineControl],
+        clients: Mapping[EngineEndpoint, WeightReceiver],
         failures: dict[str, EngineFailure],
     ) -> TransferGroup:
         """The kept group when its members are the same, else a new one."""
@@ -245,14 +245,14 @@ class BroadcastTransport:
         self,
         source: WeightSource,
         group: TransferGroup,
-        clients: Mapping[EngineEndpoint, EngineControl],
+        clients: Mapping[EngineEndpoint, WeightReceiver],
         failures: dict[str, EngineFailure],
     ) -> None:
         """Invites all engines and joins; raises WeightUpdateError, and leaves no engine waiting, when one fails."""
         unanswered = {e.engine_id for e in clients}
         refused = anyio.Event()
 
-        async def invite(engine: EngineEndpoint, client: EngineControl, rank_offset: int) -> None:
+        async def invite(engine: EngineEndpoint, client: WeightReceiver, rank_offset: int) -> None:
             try:
                 await client.init_weights_group(
                     master_address=self._host,
@@ -288,7 +288,7 @@ class BroadcastTransport:
                 task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
         for engine_id in unanswered:
             reason = f"no answer to an invitation to the weight transfer group {group.name}"
-            failures[engine_id] = EngineFailure(FailureKind.GONE, reason)
+            failures[engine_id] = EngineFailure(TransferFault.GONE, reason)
         if broken is None and failures:
             broken = WeightUpdateError("an engine did not join the weight transfer group")
         if broken is not None:

@@ -33,10 +33,10 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.weights.buckets import Bucket
 from asyncrl.weights.transfer import (
     BucketFiller,
-    EngineControl,
     EngineFailure,
     EngineOpener,
     TransferResult,
+    WeightReceiver,
     WeightSource,
     on_each_engine,
     open_clients,
@@ -105,8 +105,8 @@ class TensorTransport:
 
     def _read_call(
         self, handles: str, *, flush_cache: bool
-    ) -> Callable[[EngineControl, EngineEndpoint], Awaitable[None]]:
-        async def read(client: EngineControl, engine: EngineEndpoint) -> None:
+    ) -> Callable[[WeightReceiver, EngineEndpoint], Awaitable[None]]:
+        async def read(client: WeightReceiver, engine: EngineEndpoint) -> None:
             await client.update_from_tensor(
                 [handles] * engine.tensor_parallel,
                 flattened=False,

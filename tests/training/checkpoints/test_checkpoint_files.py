@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from asyncrl.training.checkpoints.files import read_record, write_bytes, write_tensors
 from asyncrl.training.checkpoints.manifest import FileRecord
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, read_shard, restore_rng, write_snapshot
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.ranks.layout import RankLayout
 
 TENSORS = {
     "odd number of bytes": torch.tensor([1, 2, 3], dtype=torch.uint8),

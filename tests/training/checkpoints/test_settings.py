@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.toml import config_toml
+from asyncrl.config.reading.toml import config_toml
 from asyncrl.training.checkpoints.settings import changed_settings
 
 SAVED = config_toml(Config())

@@ -22,9 +22,9 @@ from asyncrl.training.checkpoints.manifest import SavedLayout, SavedTensor
 from asyncrl.training.checkpoints.restoring import restore
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshot
 from asyncrl.training.checkpoints.store import CheckpointStore, check_extra, read_checkpoint, resume_from
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
-from tests.training.ranks import fork_server
+from tests.training.forked_ranks import fork_server
 
 LAYOUT = SavedLayout(1, 1)
 SHARD = "trainer/rank-00000-of-00001.safetensors"

@@ -19,8 +19,8 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.observability.events import EventLog
-from asyncrl.training.layout import RankLayout
 from asyncrl.training.megatron.trainer import MegatronTrainer
+from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.train_group import TrainGroup
 from tests.training.batches import make_batch
 from tests.training.worlds import Scenario, run_world

@@ -19,12 +19,12 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.errors import DataError, NonFiniteError
-from asyncrl.training.advantages import group_advantages
-from asyncrl.training.layout import RankLayout
+from asyncrl.training.algorithms.advantages import group_advantages
 from asyncrl.training.megatron.trainer import MegatronTrainer
+from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
+from tests.training.forked_ranks import run_ranks
 from tests.training.megatron.conftest import reference
-from tests.training.ranks import run_ranks
 
 STEPS = 4
 LENGTHS = [(5, 9), (3, 30), (17, 2), (1, 12), (8, 9), (2, 2), (20, 14), (6, 6)]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import ModelError
-from asyncrl.training import model_directory as model_directory_module
-from asyncrl.training.layout import RankLayout
 from asyncrl.training.megatron import checkpoint
 from asyncrl.training.megatron.trainer import MegatronTrainer
+from asyncrl.training.models import model_directory as model_directory_module
+from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
+from tests.training.forked_ranks import RankFailure, run_ranks
 from tests.training.megatron.conftest import MODELS, reference, write_model
-from tests.training.ranks import RankFailure, run_ranks
 
 LENGTHS = [(5, 9), (3, 30), (17, 1), (1, 12), (8, 9), (2, 2), (60, 40)]
 

@@ -1,0 +1,143 @@
+"""What a configuration points at: the model's own numbers, paths that are not there, code that cannot be found.
+
+Only names and the model's JSON files are looked at, so that a mistake is told before anything starts; what is inside
+the others is checked by those who read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.checks.named_code import (
+    filter_problems,
+    function_problems,
+    is_generated,
+    reward_problems,
+    source_problems,
+)
+from asyncrl.config.problems import Problem
+from asyncrl.config.root import Config
+from asyncrl.config.sections.data import DataConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Numbers of a Hugging Face `config.json` that arithmetic depends on; None where it does not say."""
+
+    context_length: int | None = None
+    attention_heads: int | None = None
+    key_value_heads: int | None = None
+
+
+def read_model_facts(path: Path) -> ModelFacts | None:
+    """The facts of a model directory; None where there is none yet or it cannot be read."""
+    declared = _json_object(path / "config.json")
+    if declared is None:
+        return None
+
+    def number(key: str) -> int | None:
+        value = declared.get(key)
+        return value if isinstance(value, int) and value > 0 else None
+
+    heads = number("num_attention_heads")
+    return ModelFacts(number("max_position_embeddings"), heads, number("num_key_value_heads") or heads)
+
+
+def input_problems(config: Config) -> list[Problem]:
+    """Inputs that are not set, are not there, or would be erased."""
+    problems = [*_model_problems(config), *reward_problems(config.reward), *_template_problems(config)]
+    problems += filter_problems(config.rollout.filters)
+    for key, source, needed in _sources(config):
+        if not source and needed:
+            problems.append(
+                Problem(
+                    key,
+                    "is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or "
+                    "package.module:function",
+                )
+            )
+        elif source and needed and is_generated(source):
+            problems += source_problems(key, source)
+        elif source and needed and not Path(source).exists():
+            problems.append(Problem(key, f"{source} does not exist (looked in {Path.cwd()})"))
+    saved = config.debug.load_rollouts
+    if config.debug.train_only and saved is not None and not saved.is_dir():
+        problems.append(Problem("debug.load_rollouts", f"{saved} is no directory (looked in {Path.cwd()})"))
+    return problems + list(_erased_inputs(config))
+
+
+def _model_problems(config: Config) -> Iterator[Problem]:
+    path = config.model.path
+    if config.model.builder is not None:
+        yield from function_problems("model.builder", config.model.builder)
+        return
+    if not path.exists():
+        yield Problem(
+            "model.path",
+            f"{path} does not exist (looked in {Path.cwd()}); give a local Hugging Face directory (nothing is "
+            "downloaded), or set model.builder to a function that makes one",
+        )
+    elif not path.is_dir():
+        yield Problem("model.path", f"{path} is a file; give the directory that holds config.json and the safetensors")
+    elif not (path / "config.json").is_file():
+        yield Problem("model.path", f"{path} holds no config.json, so it is no Hugging Face model directory")
+
+
+def _sources(config: Config) -> Iterator[tuple[str, str, bool]]:
+    """Key, source, and whether the job reads it."""
+    yield "data.source", config.data.source, config.train.num_steps != 0 and not config.debug.train_only
+    yield "warmup.source", config.warmup.source, config.warmup.steps > 0
+    if config.eval.data is not None:
+        yield "eval.data.source", config.eval.data.source, True
+
+
+def _template_problems(config: Config) -> Iterator[Problem]:
+    """A chat template that is asked for, where the model has none."""
+    if _has_chat_template(config.model.path) is not False:
+        return
+    sources: list[tuple[str, DataConfig | None]] = [("data", config.data), ("eval.data", config.eval.data)]
+    for key, data in sources:
+        if data is not None and data.chat_template is True:
+            yield Problem(f"{key}.chat_template", f"the tokenizer in {config.model.path} has no chat template")
+        elif data is not None and data.system_prompt is not None and data.chat_template == "auto":
+            yield Problem(
+                f"{key}.system_prompt",
+                f"has no place in plain prompts, and the tokenizer in {config.model.path} has no chat template; take "
+                "it out, or write it into the prompts",
+            )
+
+
+def _has_chat_template(path: Path) -> bool | None:
+    """None where the directory does not say."""
+    if any(path.glob("chat_template*")) or (path / "additional_chat_templates").exists():
+        return True
+    declared = _json_object(path / "tokenizer_config.json")
+    return None if declared is None else bool(declared.get("chat_template"))
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file, or something else is in it."""
+    try:
+        declared = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return declared if isinstance(declared, dict) else None
+
+
+def _erased_inputs(config: Config) -> Iterator[Problem]:
+    if config.run.if_exists != "overwrite":
+        return
+    inputs = [("model.path", config.model.path)]
+    if config.debug.load_rollouts is not None:
+        inputs.append(("debug.load_rollouts", config.debug.load_rollouts))
+    inputs += [(key, Path(source)) for key, source, _ in _sources(config) if source and not is_generated(source)]
+    for key, path in inputs:
+        if path.exists() and path.resolve().is_relative_to(config.run.dir.resolve()):
+            yield Problem(
+                "run.if_exists",
+                f"overwrite would erase {config.run.dir}, which holds {key} ({path}); choose another run.dir",
+            )

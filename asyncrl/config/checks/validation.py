@@ -1,0 +1,262 @@
+"""Combinations of settings that cannot work, each with its reason. Pure functions; ranges of one field are pydantic's.
+
+Refused is what would fail later, or would silently train on something else than was asked for. What is merely unwise
+is the user's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config.checks.engine_args import server_arg_problems
+from asyncrl.config.checks.external import external_problems, is_loopback
+from asyncrl.config.checks.inputs import ModelFacts
+from asyncrl.config.checks.router_args import router_problems
+from asyncrl.config.checks.served import served_problems
+from asyncrl.config.checks.staleness import least_staleness
+from asyncrl.config.machine import Machine
+from asyncrl.config.problems import Problem
+from asyncrl.config.root import Config
+from asyncrl.config.sections.data import DataConfig
+
+_AGENT_GRACE_S = 30.0  # torchrun kills its ranks this long after it passed on a signal
+
+
+def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
+    """Everything that is wrong with a config of valid fields, on this machine and with this model where it is known."""
+    return [
+        *_sampling_problems(config),
+        *_schedule_problems(config),
+        *_staleness_problems(config),
+        *_interval_problems(config),
+        *_update_problems(config),
+        *_batch_problems(config, machine),
+        *_length_problems(config, facts),
+        *_data_problems(config),
+        *_parallel_problems(config, facts),
+        *_host_problems(config, machine),
+        *_debug_problems(config),
+        *external_problems(config),
+        *served_problems(config),
+        *server_arg_problems(config.engine.server_args),
+        *router_problems(config.router),
+    ]
+
+
+def _sampling_problems(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield Problem(
+            "rollout.temperature",
+            "0 (greedy) cannot train: log-probs at temperature 0 are undefined and a group's samples would all be the "
+            "same; use 1.0 (eval.temperature may be 0)",
+        )
+    if rollout.top_p != 1:
+        yield Problem(
+            "rollout.top_p",
+            f"{rollout.top_p:g} cannot train: the engine's log-probs are not renormalised for top-p, so trainer and "
+            "engine would disagree on what was sampled; use 1",
+        )
+    if rollout.top_k != -1:
+        yield Problem(
+            "rollout.top_k",
+            f"{rollout.top_k} cannot train: the engine's log-probs are not renormalised for top-k, so trainer and "
+            "engine would disagree on what was sampled; use -1 (off)",
+        )
+    if config.train.loss == "grpo" and rollout.samples_per_prompt == 1:
+        yield Problem(
+            "rollout.samples_per_prompt",
+            "1 leaves GRPO nothing to compare: every advantage would be 0; use at least 2",
+        )
+    if "" in rollout.stop:
+        yield Problem("rollout.stop", "an empty string would end every response at once; take it out")
+    if rollout.ignore_eos and rollout.stop:
+        yield Problem(
+            "rollout.ignore_eos", "the engine then ignores stop strings too; take out rollout.stop or ignore_eos"
+        )
+
+
+def _schedule_problems(config: Config) -> Iterator[Problem]:
+    if config.train.lr_decay != "constant" and config.train.num_steps is None:
+        yield Problem(
+            "train.lr_decay",
+            f"{config.train.lr_decay} needs to know the length of the run before it begins; set train.num_steps, or "
+            "use constant",
+        )
+
+
+def _staleness_problems(config: Config) -> Iterator[Problem]:
+    asked, least, train = config.rollout.max_staleness, least_staleness(config), config.train
+    interval, steps = train.update_weights_interval, train.optimizer_steps_per_batch
+    if asked is not None and asked < least:
+        yield Problem(
+            "rollout.max_staleness",
+            f"{asked} cannot be kept: with {train.minibatches} * {train.batch_epochs} = {steps} optimizer step(s) for "
+            f"each batch (train.minibatches * train.batch_epochs) and a publication after every {interval} batch(es) "
+            f"(train.update_weights_interval), the last step before a publication is {steps} * {interval} - 1 = "
+            f"{least} step(s) ahead of the newest weights to sample from; use at least {least}",
+        )
+
+
+def _interval_problems(config: Config) -> Iterator[Problem]:
+    every, interval = config.eval.every, config.train.update_weights_interval
+    if config.eval.data is not None and every is not None and every % interval:
+        yield Problem(
+            "eval.every",
+            f"{every} is no multiple of {interval} (train.update_weights_interval): what is evaluated are the "
+            f"published weights, which would be older than the step; use {every + interval - every % interval}",
+        )
+
+
+def _update_problems(config: Config) -> Iterator[Problem]:
+    speculative = config.engine.server_args.get("speculative_algorithm")
+    if config.weights.on_update == "in_place" and speculative is not None:
+        yield Problem(
+            "weights.on_update",
+            "in_place leaves the decoding step that is in flight to end under new weights, and with "
+            f"engine.server_args.speculative_algorithm = {speculative} it makes an unknown number of tokens, whose "
+            "weights could not be told; use retract",
+        )
+
+
+def _batch_problems(config: Config, machine: Machine) -> Iterator[Problem]:
+    prompts, minibatches = config.rollout.prompts_per_step, config.train.minibatches
+    if machine.world_size % config.train.tensor_parallel:
+        return  # The layout says so; there is no data-parallel size to divide by.
+    copies = machine.world_size // config.train.tensor_parallel
+    if prompts % (minibatches * copies):
+        unit = minibatches * copies
+        below, above = prompts - prompts % unit, prompts - prompts % unit + unit
+        yield Problem(
+            "rollout.prompts_per_step",
+            f"{prompts} prompts cannot be split evenly among {minibatches} minibatch(es) (train.minibatches) and "
+            f"{copies} data-parallel cop{'y' if copies == 1 else 'ies'} of the model ({machine.world_size} rank(s) / "
+            f"train.tensor_parallel {config.train.tensor_parallel}); use {f'{below} or ' if below else ''}{above}",
+        )
+    if config.train.num_steps is None and config.data.size is not None and config.data.size < prompts:
+        yield Problem(
+            "data.size",
+            f"{config.data.size} prompts do not fill one batch of {prompts} (rollout.prompts_per_step), so an epoch "
+            "would have no step; raise it, or set train.num_steps",
+        )
+
+
+def _length_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    own = facts.context_length if facts is not None else None
+    asked = config.model.context_length
+    if own is not None and asked is not None and asked > own:
+        yield Problem(
+            "model.context_length", f"{asked} is over the model's own limit of {own} tokens; use at most that"
+        )
+    context = min((limit for limit in (own, asked) if limit is not None), default=None)
+    response = config.rollout.max_new_tokens
+    responses = [("rollout.max_new_tokens", response)]
+    if config.eval.max_new_tokens is not None:
+        responses.append(("eval.max_new_tokens", config.eval.max_new_tokens))
+    for key, length in responses:
+        if context is not None and length >= context:
+            yield Problem(
+                key,
+                f"{length} response tokens leave no room for a prompt in a context of {context} tokens; use less than "
+                f"{context}",
+            )
+    # With a context set by the user a sequence may fill it; else all that is known is a response and its prompt.
+    longest = asked if asked is not None else response + 1
+    budget = config.train.max_tokens_per_microbatch
+    if budget < longest:
+        yield Problem(
+            "train.max_tokens_per_microbatch",
+            f"{budget} does not hold the longest sequence of "
+            + (
+                f"{longest} tokens (model.context_length)"
+                if asked is not None
+                else f"{response} response tokens and a prompt"
+            )
+            + f"; use at least {longest}",
+        )
+    pool = config.engine.max_total_tokens
+    if pool is not None and pool < longest:
+        yield Problem(
+            "engine.max_total_tokens", f"{pool} KV slots do not hold one sequence of {longest} tokens; use more"
+        )
+
+
+def _data_problems(config: Config) -> Iterator[Problem]:
+    sources: list[tuple[str, DataConfig]] = [("data", config.data)]
+    if config.eval.data is not None:
+        sources.append(("eval.data", config.eval.data))
+    for key, data in sources:
+        if data.system_prompt is not None and data.chat_template is False:
+            yield Problem(
+                f"{key}.system_prompt",
+                f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
+            )
+
+
+def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    if facts is None or facts.attention_heads is None or facts.key_value_heads is None:
+        return
+    heads, kv_heads = facts.attention_heads, facts.key_value_heads
+    size = config.train.tensor_parallel
+    if heads % size or kv_heads % size:
+        yield Problem(
+            "train.tensor_parallel",
+            f"{size} does not divide the model's {heads} attention heads and {kv_heads} key-value heads",
+        )
+    size = config.engine.tensor_parallel
+    # SGLang repeats key-value heads where there are fewer than ranks.
+    if heads % size or (kv_heads % size and size % kv_heads):
+        yield Problem(
+            "engine.tensor_parallel",
+            f"{size} does not fit the model's {heads} attention heads and {kv_heads} key-value heads",
+        )
+
+
+def _debug_problems(config: Config) -> Iterator[Problem]:
+    debug = config.debug
+    if debug.train_only and debug.rollout_only:
+        yield Problem("debug.train_only", "and debug.rollout_only leave nothing to do; set one of them")
+    if debug.train_only and debug.load_rollouts is None:
+        yield Problem(
+            "debug.load_rollouts", "is not set; debug.train_only needs a directory that debug.save_rollouts wrote"
+        )
+    if debug.load_rollouts is not None and not debug.train_only:
+        yield Problem("debug.load_rollouts", "is read by debug.train_only alone; set that too, or take this out")
+    if debug.rollout_only and isinstance(config.checkpoint.resume, Path):
+        yield Problem(
+            "checkpoint.resume",
+            f"{config.checkpoint.resume} is for a trainer, and debug.rollout_only has none: engines serve the model as "
+            f"it is on disk; set model.path = {config.checkpoint.resume / 'model'}",
+        )
+    saved = debug.load_rollouts
+    replays_itself = saved is not None and saved.resolve().is_relative_to(config.run.dir.resolve())
+    if config.run.if_exists == "resume" and (debug.rollout_only or (debug.train_only and replays_itself)):
+        yield Problem(
+            "run.if_exists",
+            f"resume lets half a job go on with {config.run.dir}: its steps, groups and checkpoints would pass for "
+            "those of the run; choose another run.dir",
+        )
+
+
+def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
+    if not is_loopback(config.run.host):
+        yield Problem(
+            "run.host",
+            f"{config.run.host} is no IPv4 loopback address; the servers of a job take commands from whoever reaches "
+            "them, so they stay on 127.0.0.1",
+        )
+    if config.run.stop_grace_s >= _AGENT_GRACE_S:
+        yield Problem(
+            "run.stop_grace_s",
+            f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
+            "signal; use less",
+        )
+    if config.engine.cpus is not None:
+        absent = sorted(set(config.engine.cpus) - set(machine.cpus))
+        if absent or not config.engine.cpus:
+            yield Problem(
+                "engine.cpus",
+                f"{list(config.engine.cpus)} cannot be bound to; this job may run on cores "
+                f"{', '.join(map(str, machine.cpus))}",
+            )

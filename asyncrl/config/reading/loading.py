@@ -1,0 +1,211 @@
+"""From the command line to a validated configuration: `train.py @ recipe.toml [@ more.toml ...] --train.lr 1e-3`.
+
+Invariants
+- A configuration is returned only when nothing is wrong with it; else every problem is listed at once, one a line.
+- Every value knows its origin: `default`, the file, or the option.
+- Nothing here imports torch or SGLang: help and refusals come in a fraction of a second.
+
+The command line is generic over the schema: an option is a dotted key, with dashes or underscores, so that a recipe's
+key and its override are spelled alike and one look-up names the nearest valid key for both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config.checks.inputs import input_problems, read_model_facts
+from asyncrl.config.checks.validation import config_problems
+from asyncrl.config.layout import ProcessLayout, derive_layout
+from asyncrl.config.machine import Machine, rank_of
+from asyncrl.config.problems import InvalidConfigError, Problem
+from asyncrl.config.reading.layers import Layers, redacted_entries
+from asyncrl.config.reading.redaction import shown
+from asyncrl.config.reading.schema import FieldSpec, KeyPath, spec_of, table_of
+from asyncrl.config.root import Config
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration that can work on this machine, and how it came about."""
+
+    config: Config
+    sources: Mapping[str, str]
+    """Dotted key → `default`, the file as it was named, or the option as it was spelled."""
+    machine: Machine
+    layout: ProcessLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """argv in parts."""
+
+    files: tuple[str, ...]
+    options: tuple[tuple[str, tuple[str, ...]], ...]
+    """`--key` and the values that follow it, in order."""
+    dry_run: bool
+    help: bool
+    problems: tuple[Problem, ...]
+
+
+def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None] | None = None) -> LoadedConfig:
+    """The configuration that `argv` (without the program's name) asks for on this machine.
+
+    `--help` and `--dry-run` print (on rank 0 only) and leave with SystemExit(0). A dry run first calls `dry_check`,
+    which raises for what the start would refuse beyond this. Raises InvalidConfigError.
+    """
+    line = parse_command_line(argv)
+    if line.help:
+        if rank_of() == 0:
+            from asyncrl.config.reading.help import print_help
+
+            print_help(sys.stdout)
+        raise SystemExit(0)
+    loaded = resolve(line, Machine.detect())
+    if line.dry_run:
+        if loaded.machine.rank == 0:
+            from asyncrl.config.reading.report import dry_run_report
+
+            if dry_check is not None:
+                dry_check(loaded)
+            print(dry_run_report(loaded), end="")
+        raise SystemExit(0)
+    return loaded
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Splits argv; whatever follows an option up to the next option or `@` is its values."""
+    files: list[str] = []
+    options: list[tuple[str, tuple[str, ...]]] = []
+    problems: list[Problem] = []
+    switches: set[str] = set()
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not _is_text(token):
+            problems.append(Problem(ascii(token), "is not valid UTF-8"))
+        elif token.startswith("@"):
+            name = token[1:] or (rest.pop(0) if rest and _is_value(rest[0]) else "")
+            if name:
+                files.append(name)
+            else:
+                problems.append(Problem("@", "needs a file: @ recipe.toml"))
+        elif token in ("-h", "--help", "--dry-run", "--dry_run"):
+            switches.add(token.replace("_", "-"))
+        elif _is_option(token):
+            option, equals, value = token.partition("=")
+            values = [value] if equals else []
+            while not equals and rest and _is_value(rest[0]):
+                values.append(rest.pop(0))
+            options.append((option, tuple(values)))
+        else:
+            hint = (
+                f"; did you mean @ {token}?" if token.endswith(".toml") else "; options are written --section.key value"
+            )
+            problems.append(Problem(token, f"unexpected argument{hint}"))
+    return CommandLine(
+        files=tuple(files),
+        options=tuple(options),
+        dry_run="--dry-run" in switches,
+        help=bool(switches & {"-h", "--help"}),
+        problems=tuple(problems),
+    )
+
+
+def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
+    """Reads, merges and checks everything. Raises InvalidConfigError with all problems."""
+    layers = Layers(problems=list(line.problems))
+    for name in line.files:
+        layers.add_file(name)
+    for option, values in line.options:
+        layers.add_option(option, values)
+    problems = layers.problems + redacted_entries(layers.entries)
+    config, invalid = build_config(layers)
+    problems += invalid
+    layout, misplaced = derive_layout(config, machine)
+    if not line.problems and not layers.incomplete:
+        checks = misplaced + config_problems(config, machine, read_model_facts(config.model.path))
+        # What was refused or misspelled stands at its default here: a complaint about that default would mislead.
+        blamed = {problem.key for problem in problems} | layers.meant
+        problems += [
+            Problem(p.key, p.text, layers.source(tuple(p.key.split("."))))
+            for p in checks + input_problems(config)
+            if p.key not in blamed
+        ]
+    if problems or layout is None:
+        raise InvalidConfigError(problems)
+    return LoadedConfig(config, _sources(config, layers), machine, layout)
+
+
+def _is_option(token: str) -> bool:
+    """`--key`; a dash before a digit is a number, and one dash is no option of ours but for -h."""
+    return token == "-h" or (token.startswith("--") and token[2:3].isalpha())
+
+
+def _is_value(token: str) -> bool:
+    """A value that starts with @ or -- is written --key=value."""
+    return not _is_option(token) and not token.startswith("@") and _is_text(token)
+
+
+def _is_text(token: str) -> bool:
+    """False for an argument that was not UTF-8 (Python carries such bytes as lone surrogates)."""
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in token)
+
+
+def build_config(layers: Layers) -> tuple[Config, list[Problem]]:
+    """The config from the valid entries; the others are reported and stand at their defaults."""
+    problems = []
+    for path, entry in list(layers.entries.items()):
+        spec = spec_of(path)
+        if spec is not None and spec.kind == "scalar" and isinstance(entry.value, bool) and not spec.takes(bool):
+            # Else true would pass as the number 1.
+            problems.append(_refused(spec, path, entry.value, layers))
+            layers.forget(path)
+    while True:
+        try:
+            return Config.model_validate(layers.nested()), problems
+        except ValidationError as error:
+            for path in dict.fromkeys(_known_path(detail["loc"]) for detail in error.errors()):
+                spec = spec_of(path) or table_of(path)
+                assert spec is not None, f"pydantic refused {path}, which is no field"
+                problems.append(_refused(spec, path, _value_at(layers.nested(), path), layers))
+                layers.forget(path)
+
+
+def _refused(spec: FieldSpec, path: KeyPath, value: Any, layers: Layers) -> Problem:
+    expects = spec.expects.partition(" of ")[2] if spec.path != path else spec.expects
+    return Problem(".".join(path), f"{shown(path[-1], value)} is not allowed; expected {expects}", layers.source(path))
+
+
+def _known_path(location: tuple[int | str, ...]) -> KeyPath:
+    """The field or table entry that a pydantic error is about; deeper parts are list indices and union members."""
+    parts = tuple(str(part) for part in location)
+    for length in range(len(parts), 0, -1):
+        spec = spec_of(parts[:length])
+        if spec is not None:
+            return parts[: length + 1] if spec.kind == "table" and len(parts) > length else parts[:length]
+    raise AssertionError(f"pydantic refused {location}, which is no field")
+
+
+def _value_at(values: Any, path: KeyPath) -> Any:
+    for part in path:
+        values = values[part]
+    return values
+
+
+def _sources(config: Config, layers: Layers) -> dict[str, str]:
+    sources: dict[str, str] = {}
+
+    def visit(path: KeyPath, value: Any) -> None:
+        if isinstance(value, dict) and value and table_of(path) is None:
+            for name, item in value.items():
+                visit((*path, name), item)
+        else:
+            sources[".".join(path)] = layers.source(path)
+
+    visit((), config.model_dump())
+    return sources

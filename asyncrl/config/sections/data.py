@@ -1,0 +1,47 @@
+"""Where prompts come from and how they become token ids."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections.base import Section
+
+
+class DataConfig(Section):
+    """One source of prompts."""
+
+    source: str = ""
+    """A .jsonl or .parquet file, a Hugging Face dataset directory, `reasoning_gym:TASK`, or a dotted path
+    `package.module:function` that returns an iterable of dicts."""
+
+    split: str | None = None
+    """Split of a Hugging Face dataset directory; none takes `train`, or the only one."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a reasoning_gym task or of the dotted function (for example {max_terms = 2})."""
+
+    size: int | None = Field(default=None, ge=1)
+    """Number of prompts to take (or, for generated tasks, to make); none takes all of a file."""
+
+    seed: int = 0
+    """Seed of the shuffle and of generated tasks."""
+
+    shuffle: bool = True
+    """Shuffle anew in each epoch, reproducibly from the seed."""
+
+    prompt_key: str = "prompt"
+    """Field that holds the prompt: a string, or a list of chat messages."""
+
+    answer_key: str | None = "answer"
+    """Field that holds the reference answer given to the reward; none where there is none."""
+
+    chat_template: bool | Literal["auto"] = "auto"
+    """Render prompts with the tokenizer's chat template; auto does so when the tokenizer has one."""
+
+    system_prompt: str | None = None
+    """System message put before each prompt when a chat template is used."""
+
+    overlong: Literal["drop", "error"] = "drop"
+    """What to do with a prompt that leaves no room for the response: drop and count it, or stop."""

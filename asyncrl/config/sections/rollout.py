@@ -1,0 +1,92 @@
+"""How samples are drawn and scored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections.base import Section
+
+
+class RolloutConfig(Section):
+    """Sampling of one batch."""
+
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Prompt groups in one training batch."""
+
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Samples of one prompt group (the G of GRPO)."""
+
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest response in tokens."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; the trainer computes its log-probs at the same temperature. 0 is refused for training."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must be 1 for training: the engine does not renormalise its log-probs for top-p."""
+
+    top_k: int = -1
+    """Must be -1 (off) for training: the engine does not renormalise its log-probs for top-k."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a response besides the model's own end tokens; each must be one token."""
+
+    ignore_eos: bool = False
+    """Sample to max_new_tokens whatever comes (the engine then ignores all stop tokens too)."""
+
+    concurrency: int = Field(default=256, ge=1)
+    """Requests in flight at once."""
+
+    adaptive_concurrency: bool = False
+    """Keep fewer than that in flight while engines queue requests or run out of KV memory: less when one is found
+    overloaded, less again once that has had its effect, slowly more afterwards. Works with engines of ours and others'
+    alike."""
+
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for one response. Time in which engines are paused, by an update of the weights or while the trainer
+    has the GPUs that they share, does not count."""
+
+    request_retries: int = Field(default=4, ge=0)
+    """Attempts after the first for a request whose connection broke, or that got a 5xx or no answer in time. What is
+    refused for now (429, 503) is waited out instead, request_timeout_s in all; what is wrong (4xx) fails at once."""
+
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Most optimizer steps between the weights that made a token and those that it trains; a hard bound. How far
+    train_async.py generates ahead follows from it. none: the least that works, train.minibatches *
+    train.batch_epochs * train.update_weights_interval - 1, which is 0 (synchronous) where all three are 1."""
+
+    straggler: Literal["wait", "reissue"] = "wait"
+    """A prompt group that would become too old unless it is trained now, and is not finished: wait lets the trainer
+    wait for it; reissue drops what there is of it and issues its prompt again (favours short responses)."""
+
+    filters: tuple[str, ...] = ()
+    """Take finished groups out of training, others take their place: zero_variance (all rewards are equal), or
+    `package.module:function`, called with the SampleGroup and returning None, or the reason to take it out."""
+
+    oversample: int = Field(default=0, ge=0)
+    """Groups generated beyond what a batch needs, so that filters and slow responses do not hold it up. What no batch
+    has room for before it is too old is dropped (favours short responses)."""
+
+
+class RewardConfig(Section):
+    """How a sample is scored."""
+
+    function: str = "exact_match"
+    """Name in the registry (exact_match, math_verify, reasoning_gym, length) or a dotted path
+    `package.module:function`; sync or async, called with (sample, prompt), returning a float."""
+
+    args: dict[str, str | float | int | bool] = Field(default_factory=dict)
+    """Keyword arguments bound to the function; of a built-in one they are checked with the configuration."""
+
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A call that takes longer is ended and counted as failed."""
+
+    workers: int = Field(default=1, ge=0)
+    """Processes that run sync functions so that a slow or hanging one never stalls the event loop; 0 runs them in the
+    driver."""
+
+    max_failure_fraction: float = Field(default=0.5, ge=0, le=1)
+    """Failing on more than this fraction of the first batch stops the run. Later, and below it, a sample whose reward
+    fails is left out of its group, and counted in each step's line."""

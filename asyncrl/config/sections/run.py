@@ -1,0 +1,82 @@
+"""The run itself: its directory, evaluation, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from asyncrl.config.sections.base import Section
+from asyncrl.config.sections.data import DataConfig
+from asyncrl.config.sections.inference import EvalFleetConfig
+
+
+class RunConfig(Section):
+    """Where a run writes and how it behaves around the loop."""
+
+    dir: Path = Path("runs/run")
+    """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
+
+    if_exists: Literal["error", "new", "overwrite", "resume"] = "error"
+    """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), erase the old
+    run, or resume it: go on from its newest checkpoint (`checkpoint.resume`), from the start where it has none. A run
+    that ended before its first step, leaving nothing but logs, is always replaced."""
+
+    export: bool = True
+    """Write a Hugging Face export of the final policy into the run directory."""
+
+    host: str = "127.0.0.1"
+    """Address that every server of the job binds to, and under which the others find it."""
+
+    display: Literal["auto", "live", "plain"] = "auto"
+    """Live table on a terminal, plain lines elsewhere."""
+
+    stop_grace_s: float = Field(default=12.0, gt=0)
+    """Longest time to end after SIGINT or SIGTERM before everything is killed. Up to half of it goes to a checkpoint of
+    what was trained since the last one (where `checkpoint.every` keeps any), the rest to disposal."""
+
+    @field_validator("host")
+    @classmethod
+    def _no_name(cls, host: str) -> str:
+        """A name may stand for several addresses, of which server and client could choose different ones."""
+        return "127.0.0.1" if host == "localhost" else host
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on held-out prompts."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Evaluate before every n-th step; none only at start and end."""
+
+    at_start: bool = True
+    """Evaluate before the first step."""
+
+    at_end: bool = True
+    """Evaluate after the last step."""
+
+    data: DataConfig | None = None
+    """Held-out prompts; none does no evaluation."""
+
+    fleet: EvalFleetConfig | None = None
+
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest response; none takes rollout.max_new_tokens."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Samples per held-out prompt."""
+
+    threshold: float = 1.0
+    """A sample counts as correct when its reward is at least this; accuracy is the mean of that."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest evaluation; past it the point is skipped with a reason."""
+
+    def due(self, step: int, first_step: int) -> bool:
+        """Whether to evaluate after `step` trained steps, before the next one; this attempt began at `first_step`."""
+        if self.data is None:
+            return False
+        return self.at_start if step == first_step else self.every is not None and step % self.every == 0

@@ -1,0 +1,120 @@
+"""The optimizer step: loss, schedule, layout."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections.base import Section
+
+
+class TrainConfig(Section):
+    """GRPO training."""
+
+    num_steps: int | None = Field(default=100, ge=0)
+    """Rollout batches to train; none trains `num_epochs` of the data."""
+
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over the data when num_steps is none."""
+
+    loss: Literal["grpo", "sft"] = "grpo"
+    """grpo: clipped policy gradient with group-relative advantages; sft: cross entropy on the responses."""
+
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate."""
+
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, down to 0 at the end of the last step."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of Adam."""
+
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
+
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of Adam's second moment."""
+
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to Adam's denominator."""
+
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Ratio is clipped below at 1 - clip_low."""
+
+    clip_high: float = Field(default=0.28, gt=0)
+    """Ratio is clipped above at 1 + clip_high."""
+
+    normalize_advantages: bool = True
+    """Divide group-relative advantages by the group's standard deviation (GRPO); False is Dr. GRPO."""
+
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass over a rollout batch; prompt groups are split among them whole."""
+
+    batch_epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout batch, each of train.minibatches optimizer steps (num_epochs are passes over the
+    data)."""
+
+    update_weights_interval: int = Field(default=1, ge=1)
+    """Rollout batches from one publication of the weights to the next, in train_async.py; train.py publishes each."""
+
+    max_tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Packing budget of one forward pass, in tokens, per rank."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A NaN or infinite loss or gradient stops the run (batch saved), or skips that optimizer step."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share one copy of the model; the other ranks are data parallel."""
+
+    seed: int = 1234
+    """Seed of the trainer."""
+
+    init_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time until every rank has built its model."""
+
+    step_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time of one trainer command; a rank that hangs is named."""
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """Optimizer steps taken on each rollout batch, all passes together: what staleness counts."""
+        return self.minibatches * self.batch_epochs
+
+    def publishes(self, rollout_id: int) -> bool:
+        """Whether the weights are due to be published after batch `rollout_id`."""
+        return (rollout_id + 1) % self.update_weights_interval == 0
+
+
+class WarmupConfig(Section):
+    """Supervised training of the policy before the first rollout (same trainer, own optimizer state)."""
+
+    steps: int = Field(default=0, ge=0)
+    """Optimizer steps; 0 does no warm-up."""
+
+    source: str = ""
+    """Like data.source; records need a prompt and a response."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Like data.args."""
+
+    size: int | None = Field(default=None, ge=1)
+    """Like data.size."""
+
+    response_key: str = "response"
+    """Field that holds the target text."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Sequences per optimizer step."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate, constant after a tenth of the steps."""
+
+    seed: int = 0
+    """Seed of the order and of generated data."""

@@ -1,0 +1,142 @@
+"""The router in front of the engines, as the controller sees it: one process and three calls.
+
+Invariants
+- `add` returns when the router sends requests to the engine, `remove` when it sends it no more.
+- `probe` is a real generation through the router: being ready means having answered one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import aiohttp
+import anyio
+import msgspec
+
+from asyncrl.errors import EngineError
+from asyncrl.inference.sglang.engine_api import ProbeAnswer
+from asyncrl.observability.waits import waiting
+
+T = TypeVar("T")
+
+POLL_S = 0.05
+WORKER_TIMEOUT_S = 60.0
+"""The router looks a worker up before it lists it: 0.2 s measured on a quiet machine."""
+LATE_S = 12.0
+"""How long a router may still come to list a worker (`worker_startup_timeout_secs`, and a little). One that could not
+answer it for that long was given up, without a word; it is told of it again."""
+CALL_TIMEOUT_S = 10.0
+REMOVAL_AGAIN_S = 1.0
+"""A removal is carried out within 0.1 s; one that had no effect after this long is asked for again."""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One entry of GET /workers."""
+
+    id: str
+    url: str
+    is_healthy: bool
+    status: str | None = None
+    """smg only: `draining` for the 5 s that it still lists a worker which gets no requests any more."""
+
+    @property
+    def leaving(self) -> bool:
+        return self.status == "draining"
+
+
+class _WorkerList(msgspec.Struct, frozen=True):
+    workers: tuple[Worker, ...]
+
+
+class RouterClient:
+    """Control calls to the router at `url`; `metrics_url` is where Prometheus reads, where that was told."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, metrics_url: str = "") -> None:
+        self.url = url
+        self.metrics_url = metrics_url
+        self._session = session
+
+    async def wait_answering(self, timeout_s: float) -> None:
+        """Returns when the router's control plane answers; it has no workers yet."""
+        with waiting("first answer", "router", timeout_s):
+            while True:
+                try:
+                    await self.workers()
+                    return
+                except EngineError:
+                    await anyio.sleep(POLL_S)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        status, raw = await self._call("GET", "/workers")
+        if status != 200:
+            raise EngineError(f"router: GET /workers: HTTP {status}: {raw[:300].decode(errors='replace')}")
+        return _decode("GET /workers", raw, _WorkerList).workers
+
+    async def add(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
+        """Makes the engine at `url` a worker; returns when the router routes to it."""
+        with waiting("worker registration", "router", timeout_s):
+            # smg answers 409 while it lists an earlier worker of this url.
+            await self._poll_workers(lambda workers: not any(w.url == url and w.leaving for w in workers))
+            while True:
+                status, raw = await self._call("POST", "/workers", {"url": url})
+                if status not in (200, 202, 409):
+                    detail = raw[:300].decode(errors="replace")
+                    raise EngineError(f"router: worker {url} refused: HTTP {status}: {detail}")
+                with anyio.move_on_after(LATE_S):
+                    await self._poll_workers(
+                        lambda workers: any(w.url == url and w.is_healthy and not w.leaving for w in workers)
+                    )
+                    return
+
+    async def remove(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
+        """Takes the engine at `url` out; requests that run in it go on."""
+        # The router registers in the background: one of two registrations may be carried out after a removal, and lists
+        # the engine anew. So whatever is listed is told again until nothing is.
+        told: dict[str, float] = {}
+        with waiting("worker removal", "router", timeout_s):
+            while listed := [w for w in await self.workers() if w.url == url and not w.leaving]:
+                for worker in listed:
+                    if time.monotonic() - told.get(worker.id, -math.inf) >= REMOVAL_AGAIN_S:
+                        told[worker.id] = time.monotonic()
+                        await self._call("DELETE", f"/workers/{worker.id}")
+                await anyio.sleep(POLL_S)
+
+    async def probe(self, version: str | None, timeout_s: float = WORKER_TIMEOUT_S) -> ProbeAnswer:
+        """A generation through the router; raises EngineError unless it is answered, by `version` (None: any)."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
+        status, raw = await self._call("POST", "/generate", body, timeout_s)
+        if status != 200:
+            raise EngineError(f"router: no generation: HTTP {status}: {raw[:300].decode(errors='replace')}")
+        generation = _decode("POST /generate", raw, ProbeAnswer)
+        if version is not None and generation.meta_info.weight_version != version:
+            stamp = generation.meta_info.weight_version
+            raise EngineError(f"router: a generation was made by weights {stamp!r} instead of {version!r}")
+        return generation
+
+    async def _poll_workers(self, satisfied: Callable[[tuple[Worker, ...]], bool]) -> None:
+        while True:
+            if satisfied(await self.workers()):
+                return
+            await anyio.sleep(POLL_S)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            with waiting(f"{method} {path.split('/')[1]}", "router", timeout_s):
+                async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
+                    return response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(f"router: {method} {path}: {str(error) or type(error).__name__}") from error
+
+
+def _decode(call: str, raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineError(f"router: {call}: {error}: {raw[:300].decode(errors='replace')}") from error

@@ -1,0 +1,165 @@
+"""Keeps a router running: spawns it, watches it, starts it again when it ends or hangs.
+
+Invariants
+- A new router is told of every engine that the old one knew; requests that meet none in between are the client's to
+  repeat.
+- A process that cannot be started counts as one that ended.
+- `run` returns when the router is not wanted any more, and raises EngineError with the log's tail when it never
+  answered, or ended more often than the policy allows. It raises nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from asyncrl.config.sections.inference import HealthConfig
+from asyncrl.errors import EngineError, HostLostError
+from asyncrl.host import ProcessSpec
+from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.exits import describe_exit, last_lines
+from asyncrl.inference.engines.health import watch_health
+from asyncrl.inference.engines.restarts import RestartHistory, RestartPolicy
+from asyncrl.inference.fleet_events import ProcessGivenUp, ProcessRestarting, RouterRestarted
+from asyncrl.inference.routing.routing import Routing
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
+
+GRACE_S = 1.0
+
+
+class RouterKeeper:
+    """One router and its process."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        spec: ProcessSpec,
+        *,
+        host: EngineHost,
+        engines: Sequence[ManagedEngine],
+        policy: RestartPolicy,
+        health: HealthConfig,
+        start_timeout_s: float,
+        events: EventLog,
+        on_answer: Callable[[], None],
+        quarantine: Callable[[ManagedEngine, str], Awaitable[None]],
+    ) -> None:
+        """`engines`: those that the router may know, read anew at each start; one that it refuses is quarantined."""
+        self.answers = False
+        self.restarts = 0
+        self._routing = routing
+        self._spec = spec
+        self._host = host
+        self._engines = engines
+        self._policy = policy
+        self._health = health
+        self._start_timeout_s = start_timeout_s
+        self._events = events
+        self._on_answer = on_answer
+        self._quarantine = quarantine
+        self._unwanted = anyio.Event()
+        self._ended_at: float | None = None
+        self._failure: EngineError | None = None
+
+    async def run(self) -> None:
+        history = RestartHistory()
+        while not self._unwanted.is_set():
+            await self._live()
+            answered, self.answers = self.answers, False
+            if self._unwanted.is_set():
+                return
+            self._ended_at = anyio.current_time()
+            failure = self._failure or EngineError(f"{self._spec.name} ended")
+            if not (answered or self.restarts):
+                raise failure
+            history, delay_s = self._policy.after_end(history, self._ended_at)
+            if delay_s is None:
+                restarts = len(history.restarts)
+                self._events.emit(ProcessGivenUp(name=self._spec.name, restarts=restarts, reason=str(failure)))
+                raise failure
+            self._events.emit(
+                ProcessRestarting(
+                    name=self._spec.name,
+                    restarts=len(history.restarts),
+                    delay_s=delay_s,
+                    reason=str(failure).splitlines()[0],
+                )
+            )
+            with WAITS.register("restart", self._spec.name, delay_s), anyio.move_on_after(delay_s):
+                await self._unwanted.wait()
+            self.restarts += 1
+
+    async def stop(self) -> None:
+        """Ends the router for good."""
+        self._unwanted.set()
+        # Refused only where there is nothing to end: never spawned, or the host is gone and the process with it.
+        with contextlib.suppress(EngineError):
+            await self._host.stop(self._spec.name, GRACE_S)
+
+    async def _live(self) -> None:
+        """One process from its spawn to its end, and why it ended in `_failure`."""
+        self._failure = None
+        try:
+            await self._host.spawn(self._spec)
+        except HostLostError:
+            raise
+        except EngineError as error:
+            self._failure = error
+            return
+        if self._unwanted.is_set():  # it was stopped before there was a process to end
+            with contextlib.suppress(EngineError):
+                await self._host.kill(self._spec.name)
+            return
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(self._serve)
+            exited = await self._host.wait(self._spec.name)
+            task_group.cancel_scope.cancel()
+        if self._failure is None:
+            when = "while engines need it" if self.answers else "before it answered"
+            self._failure = EngineError(describe_exit(self._spec.name, exited, self._log_path, when))
+
+    async def _serve(self) -> None:
+        router = self._routing.router
+        try:
+            await router.wait_answering(self._start_timeout_s)
+        except TimeoutError as error:
+            await self._kill(f"{error}. {await last_lines(self._host, self._spec)}")
+            return
+        self.answers = True
+        await self._routing.restore(self._engines, self._quarantine)
+        if self._ended_at is not None:
+            known = sum(engine.routed for engine in self._engines)
+            seconds = anyio.current_time() - self._ended_at
+            self._events.emit(RouterRestarted(router=self._spec.name, engines=known, seconds=seconds))
+        self._on_answer()
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(self._routing.tend, self._engines, self._quarantine)
+            await watch_health(
+                self._spec.name, self._health, subject=self._subject, probe=self._probe, convict=self._convict
+            )
+
+    async def _probe(self, timeout_s: float) -> None:
+        await self._routing.router.workers()
+
+    def _subject(self) -> Hashable:
+        return self.restarts + 1 if self.answers else None
+
+    async def _convict(self, reason: str) -> None:
+        await self._kill(f"{self._spec.name} was killed: {reason}")
+
+    async def _kill(self, reason: str) -> None:
+        self._failure = EngineError(reason)
+        with anyio.CancelScope(shield=True), contextlib.suppress(EngineError):
+            await self._host.kill(self._spec.name)
+
+    @property
+    def _log_path(self) -> Path:
+        return Path(self._spec.log_path)

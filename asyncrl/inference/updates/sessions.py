@@ -1,0 +1,87 @@
+"""The update session of single engines: opened, closed, given up. No order between engines, no state of the fleet.
+
+Invariants
+- `open_session` = pause (running requests keep their tokens, unless told otherwise) → stamp `torn:<version>` → open.
+- `close_session` leaves an engine that goes on: unpaused, without a session, whatever state it was found in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import anyio
+
+from asyncrl.errors import EngineError
+from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.sglang.engine_api import EngineRequestError, PauseMode
+from asyncrl.inference.updates.deadlines import Deadlines
+
+PAUSE_MODES: Mapping[str, PauseMode] = {
+    "retract": "retract",
+    "in_place": "in_place",
+    "wait": "retract",  # of what did not end in time
+    "abort": "abort",
+}
+"""How engines are paused, by weights.on_update."""
+
+
+async def open_session(
+    engine: ManagedEngine, version: str, *, verify: bool, deadlines: Deadlines, mode: PauseMode = "retract"
+) -> None:
+    """Makes `engine` ready to receive.
+
+    `mode` is what becomes of running requests. To `verify`, one that never had weights of this run is given a baseline
+    first.
+    """
+    client = engine.client
+    if not engine.offloaded:
+        await client.pause(mode, deadlines.pause_s)
+    await client.set_version(f"torn:{version}", deadlines.step_s)
+    await client.begin_weight_update(deadlines.step_s)
+    if engine.version is None and not engine.proved and verify:
+        await client.check_weights("reset_tensors", timeout_s=deadlines.walk_s)
+        engine.baseline = await client.check_weights("checksum", timeout_s=deadlines.walk_s)
+
+
+async def close_session(engine: ManagedEngine, *, restored: str | None, deadlines: Deadlines) -> None:
+    """Ends a session that may not be open, and the pause. Without a version to go back to, its requests are aborted."""
+    client = engine.client
+    try:
+        await client.end_weight_update(deadlines.walk_s)
+    except EngineRequestError as error:
+        if error.status != 400:  # 400: no session is open
+            raise
+    if restored is not None:
+        await client.set_version(restored, deadlines.step_s)
+    else:
+        await client.abort_all(deadlines.step_s)
+    await resume(engine, deadlines)
+    if restored is None:
+        # Requests that waited in the HTTP server while it was paused enter the scheduler only now.
+        await client.abort_all(deadlines.step_s)
+
+
+async def resume(engine: ManagedEngine, deadlines: Deadlines) -> None:
+    """Ends the pause, unless memory of the engine is still away."""
+    if not engine.offloaded:
+        await engine.client.resume(deadlines.step_s)
+
+
+async def on_each(engines: Iterable[ManagedEngine], step: Callable[[ManagedEngine], Awaitable[None]]) -> dict[str, str]:
+    """Takes `step` on all engines at once; engine id → reason for those that failed."""
+    failed: dict[str, str] = {}
+
+    async def one(engine: ManagedEngine) -> None:
+        try:
+            await step(engine)
+        except (EngineError, TimeoutError) as error:
+            failed[engine.engine_id] = reason_of(error)
+
+    async with anyio.create_task_group() as task_group:
+        for engine in engines:
+            task_group.start_soon(one, engine)
+    return failed
+
+
+def reason_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__

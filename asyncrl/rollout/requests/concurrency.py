@@ -1,0 +1,88 @@
+"""How many requests are in flight, by what engines can take: additive increase, multiplicative decrease.
+
+An engine that has more requests than it has slots or memory for queues them, or takes their KV away and computes it
+again. Neither yields a token; requests then grow stale in a queue, and deadlines run. `ConcurrencyPolicy` is pure;
+`adapt` reads the engines' figures and applies it.
+
+Invariants
+- The limit stays within [least, most], whatever engines say.
+- It falls only while some engine is overloaded, and rises only while it holds requests back; not at all while more is
+  in flight than it allows. Lowering it ends nothing: a look before that has taken effect sees the same overload again.
+- Figures of engines that are paused, or were a moment ago, count for nothing: an update of the weights queues all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from asyncrl.rollout.group_events import ConcurrencyLowered
+from asyncrl.rollout.requests.engine_clock import EngineClock
+from asyncrl.rollout.requests.engine_queries import EngineLoad, EngineQueries
+from asyncrl.rollout.requests.generation import GroupGenerator
+
+INTERVAL_S = 2.0
+"""Between two looks: engines have new figures every dozen decoding steps, and must not be judged by the same twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyPolicy:
+    """See the module's docstring."""
+
+    least: int
+    most: int
+    increase: float = 0.05
+    """Of `most`, added at each look that finds the limit in use and no engine overloaded (at least 1)."""
+    decrease: float = 0.8
+    """Factor at each look that finds an engine overloaded."""
+    queued: float = 0.1
+    """Queue of an engine, as a fraction of what it runs, from which it counts as overloaded; a few requests are none:
+    they are the next."""
+    few: int = 4
+    token_usage: float = 0.95
+    """Likewise of its KV pool."""
+
+    def after(self, limit: int, in_flight: int, loads: Sequence[EngineLoad]) -> tuple[int, str | None]:
+        """The new limit, and what is overloaded where it is lowered for that. `in_flight`: requests as of now."""
+        if in_flight > limit:
+            return limit, None
+        reason = next((reason for load in loads if (reason := self.overload(load)) is not None), None)
+        if reason is not None:
+            # Where less is in flight than allowed, that is what was too much.
+            return max(int(max(in_flight, 1) * self.decrease), self.least), reason
+        if not loads or in_flight < limit:
+            return limit, None
+        return min(limit + max(1, int(self.most * self.increase)), self.most), None
+
+    def overload(self, load: EngineLoad) -> str | None:
+        """Why this engine has too many requests, or None."""
+        if load.waiting > max(self.few, self.queued * load.running):
+            return f"{load.waiting} requests are queued behind {load.running}"
+        if load.token_usage >= self.token_usage and load.running > 1:
+            return f"{load.token_usage:.0%} of the KV pool are in use by {load.running} requests"
+        return None
+
+
+async def adapt(
+    generator: GroupGenerator,
+    policy: ConcurrencyPolicy,
+    control: EngineQueries,
+    clock: EngineClock,
+    *,
+    on_lowered: Callable[[ConcurrencyLowered], None],
+) -> None:
+    """Keeps the generator's limit as the policy says, until cancelled."""
+    while True:
+        pauses = clock.pauses
+        await anyio.sleep(INTERVAL_S)
+        if clock.paused or clock.pauses != pauses:
+            continue
+        loads = await control.loads()
+        if clock.pauses != pauses:
+            continue
+        before = generator.concurrency
+        generator.concurrency, reason = policy.after(before, generator.running, loads)
+        if reason is not None and generator.concurrency < before:
+            on_lowered(ConcurrencyLowered(limit=generator.concurrency, previous=before, reason=reason))

@@ -1,0 +1,154 @@
+"""Connection: all that an executor has to do with the engines behind one router.
+
+Requests go through the router (`engine_client.py`, `generation.py`); engines themselves are told which are to end, and
+asked how busy they are (`engine_control.py`). What an update of the weights does to requests is here too:
+
+- retract: nothing. They are paused with the engines and go on.
+- in_place: likewise. Nothing is sent meanwhile, so that a request is known to begin under the weights it is sent under.
+- wait: those in flight end before; none is begun.
+- abort: those in flight are ended in the engines by their ids; afterwards they go on from what they had generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asyncrl.config import Config
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import WAITS
+from asyncrl.rollout.requests.aborts import TELL_TIMEOUT_S, Aborts
+from asyncrl.rollout.requests.concurrency import ConcurrencyPolicy, adapt
+from asyncrl.rollout.requests.engine_clock import EngineClock
+from asyncrl.rollout.requests.engine_queries import EngineQueries
+from asyncrl.rollout.requests.generate_client import GenerateClient
+from asyncrl.rollout.requests.generation import GroupGenerator
+from asyncrl.rollout.requests.retry import WAITED_OUT, RequestFault, RetryPolicy
+from asyncrl.rollout.rewards.scorer import Scorer
+
+_ABORT_TIMEOUT_S = 1.0
+"""From the telling to the answers of what was aborted; measured below 50 ms."""
+
+
+class Connection:
+    """Construct it in the event loop, `start`, use `generator`; `aclose` at the end."""
+
+    def __init__(
+        self, router_url: str, config: Config, scorer: Scorer, *, tokenizer: PolicyTokenizer, events: EventLog
+    ) -> None:
+        rollout, self._on_update = config.rollout, config.weights.on_update
+        self._patience_s = rollout.request_timeout_s
+        self._events = events
+        self._control = EngineQueries(router_url)
+        self.clock = EngineClock(expected_pause_s=self._patience_s)
+        self.aborts = Aborts(self._control, self.clock, on_told=events.emit)
+        aborted = frozenset({RequestFault.ABORTED} if self._on_update == "abort" else ())
+        self.client = GenerateClient(
+            router_url,
+            vocab_size=tokenizer.vocab_size,
+            concurrency=rollout.concurrency,
+            timeout_s=rollout.request_timeout_s,
+            policy=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
+            sticky=config.router.sticky,
+            on_failure=events.emit,
+            clock=self.clock,
+            on_given_up=self.aborts.add,
+            keeps_kv=self._on_update == "in_place",
+            detokenize=tokenizer.decode if self._on_update == "abort" else None,
+        )
+        self.generator = GroupGenerator(
+            self.client, scorer, concurrency=rollout.concurrency, vocab_size=tokenizer.vocab_size
+        )
+        self._policy: ConcurrencyPolicy | None = None
+        if rollout.adaptive_concurrency:
+            least = min(rollout.samples_per_prompt, rollout.concurrency)
+            self._policy = ConcurrencyPolicy(least=least, most=rollout.concurrency)
+        self._adapting = anyio.CancelScope()
+
+    def start(self, task_group: TaskGroup) -> None:
+        """Its tasks live in `task_group` until `aclose`."""
+        self.generator.start(task_group)
+        task_group.start_soon(self.aborts.serve, name="aborts")
+        if self._policy is not None:
+            task_group.start_soon(self._adapt, self._policy, name="adaptive concurrency")
+
+    async def aclose(self) -> None:
+        """Ends what engines still do for it, then its connections; bounded. Idempotent."""
+        self._adapting.cancel()
+        await self.generator.aclose()
+        await self.aborts.aclose()
+        await self.client.aclose()
+        self.clock.resume()  # no pause is waited for any more
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """Enter it around an update of the weights; see the module's docstring."""
+        match self._on_update:
+            case "retract":
+                yield
+            case "in_place":
+                with self._told_as_wait(), self.generator.held():
+                    yield
+            case "wait":
+                async with self.generator.drained(self._patience_s):
+                    with self._told_as_wait():
+                        yield
+            case "abort":
+                with self._told_as_wait(), self.generator.held():
+                    await self._abort_all()
+                    yield
+
+    def _told_as_wait(self) -> AbstractContextManager[None]:
+        """One wait in the place of all samples that are held back."""
+        return WAITS.register("end of the weight update", "trainer", self._patience_s)
+
+    async def _abort_all(self) -> None:
+        """Ends all that is on the wire. What does not hear of it is ended by the pause that follows."""
+        rids = self.client.on_the_wire
+        for rid in rids:
+            self.aborts.add(rid, "update of the weights")
+        await self.aborts.tell(TELL_TIMEOUT_S)
+        with anyio.move_on_after(_ABORT_TIMEOUT_S):
+            await self.client.answered(rids)
+
+    async def _adapt(self, policy: ConcurrencyPolicy) -> None:
+        with self._adapting:
+            await adapt(self.generator, policy, self._control, self.clock, on_lowered=self._events.emit)
+
+
+class Connections:
+    """Opens connections in one task group, and closes each of them once it is of no more use."""
+
+    def __init__(
+        self, config: Config, scorer: Scorer, task_group: TaskGroup, *, tokenizer: PolicyTokenizer, events: EventLog
+    ) -> None:
+        self._config = config
+        self._scorer = scorer
+        self._tasks = task_group
+        self._tokenizer = tokenizer
+        self._events = events
+        self._open: set[Connection] = set()
+
+    def open(self, router_url: str) -> Connection:
+        """Raises nothing where nobody answers: requests wait for a router."""
+        connection = Connection(router_url, self._config, self._scorer, tokenizer=self._tokenizer, events=self._events)
+        self._open.add(connection)
+        connection.start(self._tasks)
+        return connection
+
+    def retire(self, connection: Connection) -> None:
+        """Closes it in a task of its own."""
+        self._tasks.start_soon(self._close, connection, name="end of a connection")
+
+    async def aclose(self) -> None:
+        """Closes all that are open. Idempotent."""
+        for connection in tuple(self._open):
+            await self._close(connection)
+
+    async def _close(self, connection: Connection) -> None:
+        await connection.aclose()
+        self._open.discard(connection)

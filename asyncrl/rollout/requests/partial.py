@@ -1,0 +1,78 @@
+"""Partial rollouts: what an aborted request had generated is kept, and the next attempt goes on from there. Pure.
+
+The engine samples the rest after prompt and kept tokens, under whatever weights it holds then; it computes their KV
+anew, so that each token's log-prob is exact for the weights that its version names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.data.sample import FinishReason, VersionSpan
+from asyncrl.rollout.requests.wire import Generation
+
+Detokenize = Callable[[NDArray[np.int32]], str]
+"""From ids, int32 [tokens], to text without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRollout:
+    """A response in the making, as `begin` and `extended` make it: what is to be asked next, and what is there."""
+
+    input_ids: msgspec.Raw
+    """JSON array of the prompt and what was generated."""
+    sampling_params: msgspec.Raw
+    """JSON object, for the rest."""
+    output_ids: NDArray[np.int32]
+    """int32 [tokens]"""
+    logprobs: NDArray[np.float32]
+    """float32 [tokens]"""
+    versions: tuple[VersionSpan, ...]
+
+    @classmethod
+    def begin(cls, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> PartialRollout:
+        """Nothing was generated yet."""
+        return cls(input_ids, sampling_params, np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+    def extended(self, piece: Generation) -> PartialRollout:
+        """With what one more attempt generated."""
+        sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
+        sampling["max_new_tokens"] -= len(piece.output_ids)
+        ids = msgspec.json.encode(piece.output_ids.tolist())
+        return PartialRollout(
+            msgspec.Raw(bytes(self.input_ids)[:-1] + b"," + ids[1:]),
+            msgspec.Raw(msgspec.json.encode(sampling)),
+            np.concatenate([self.output_ids, piece.output_ids]),
+            np.concatenate([self.logprobs, piece.logprobs]),
+            self._with_spans(piece.versions),
+        )
+
+    @property
+    def end(self) -> FinishReason | None:
+        """How it ended, where the abort came with its last token; nothing is to be generated after that."""
+        sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
+        if len(self.output_ids) and int(self.output_ids[-1]) in sampling.get("stop_token_ids", ()):
+            return "stop"
+        return None if sampling["max_new_tokens"] > 0 else "length"
+
+    def whole(self, finish_reason: FinishReason, detokenize: Detokenize) -> Generation:
+        """The response, which has come to its end. Its text is that of all tokens together, as an abort may cut a
+        character in two; without the token that stopped it, as the engine has it."""
+        ids = self.output_ids[:-1] if finish_reason == "stop" else self.output_ids
+        return Generation(self.output_ids, self.logprobs, finish_reason, self.versions, detokenize(ids))
+
+    def _with_spans(self, more: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+        """The spans so far, and those of the tokens that follow, counted on."""
+        spans, offset = list(self.versions), len(self.output_ids)
+        for span in more:
+            if spans and spans[-1].version == span.version:
+                spans[-1] = VersionSpan(span.version, spans[-1].start, offset + span.end)
+            else:
+                spans.append(VersionSpan(span.version, offset + span.start, offset + span.end))
+        return tuple(spans)

@@ -1,0 +1,219 @@
+"""The commands that rank 0 gives to all trainer ranks, and how a rank carries one out.
+
+A command is data; what it does stands in `execute`, the same function on every rank. Rank 0 alone passes a
+sink for exported tensors and uses the returned value.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.training.checkpoints.restoring import restore
+from asyncrl.training.checkpoints.shard import Shard, Snapshot
+from asyncrl.training.checkpoints.writing import Report, write_beside
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.transfer import Sink
+
+
+class Trainer(Protocol):
+    """What runs on every trainer rank: synchronous, in one thread, every method collective over the ranks."""
+
+    def init(self) -> None: ...
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]: ...
+
+    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]: ...
+
+    def reset_optimizer(self) -> None: ...
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor: ...
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]: ...
+
+    def export_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def export_hf(self, directory: Path) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def restore(self, shard: Shard) -> None: ...
+
+    def offload(self, *, keep_weights: bool) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+TrainerFactory = Callable[[Config, RankLayout], Trainer]
+
+
+class Init(msgspec.Struct, frozen=True, tag=True):
+    """Build the trainer; answers with its tensor specs."""
+
+    run_dir: str
+    """The directory that rank 0 took, which need not be the one that was asked for."""
+
+    resume: str | None
+    """The checkpoint to begin from; None begins from the model."""
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Train on the batch that follows."""
+
+
+class TrainSft(msgspec.Struct, frozen=True, tag=True):
+    """One supervised step on the batch that follows."""
+
+    lr: float
+
+
+class ResetOptimizer(msgspec.Struct, frozen=True, tag=True):
+    """Forget the optimizer's state."""
+
+
+class Logprobs(msgspec.Struct, frozen=True, tag=True):
+    """Log-probs of the response tokens of the batch that follows."""
+
+
+class ExportTensors(msgspec.Struct, frozen=True, tag=True):
+    """Walk through the export once, to its end."""
+
+
+class ExportHf(msgspec.Struct, frozen=True, tag=True):
+    """Write a Hugging Face directory."""
+
+    directory: str
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Copy the rank's state and begin to write it into a staged checkpoint."""
+
+    number: int
+    directory: str
+
+
+class Offload(msgspec.Struct, frozen=True, tag=True):
+    """Move the trainer's tensors out of GPU memory."""
+
+    keep_weights: bool
+
+
+class Onload(msgspec.Struct, frozen=True, tag=True):
+    """Bring them back."""
+
+
+class ClearMemory(msgspec.Struct, frozen=True, tag=True):
+    """Give cached memory back."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave the command loop."""
+
+
+Command = (
+    Init
+    | Train
+    | TrainSft
+    | ResetOptimizer
+    | Logprobs
+    | ExportTensors
+    | ExportHf
+    | SaveCheckpoint
+    | Offload
+    | Onload
+    | ClearMemory
+    | Shutdown
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOutcome:
+    """How an export ended on this rank. A sink that failed is no failure of the rank."""
+
+    sink_error: Exception | None = None
+
+
+Result = dict[str, float] | Tensor | tuple[TensorSpec, ...] | ExportOutcome | None
+
+
+class RankState:
+    """One rank's trainer, from the Init command on.
+
+    Args:
+        report: is told, in another thread, when the rank's part of a checkpoint was written.
+    """
+
+    def __init__(self, config: Config, layout: RankLayout, make_trainer: TrainerFactory, report: Report) -> None:
+        self.layout = layout
+        self._report = report
+        self._config = config
+        self._make_trainer = make_trainer
+        self._trainer: Trainer | None = None
+
+    def execute(self, command: Command, batch: RolloutBatch | None = None, sink: Sink | None = None) -> Result:
+        """Carries out one command; whatever the trainer raises is raised."""
+        if isinstance(command, Init):
+            run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
+            self._trainer = self._make_trainer(self._config.model_copy(update={"run": run}), self.layout)
+            self._trainer.init()
+            if command.resume is not None:
+                restore(self._trainer, Path(command.resume), self.layout)
+            return self._trainer.tensor_specs()
+        assert self._trainer is not None, "the first command is Init"
+        trainer = self._trainer
+        match command:
+            case Train():
+                assert batch is not None
+                return trainer.train(batch)
+            case TrainSft(lr=lr):
+                assert batch is not None
+                return trainer.train_sft(batch, lr)
+            case Logprobs():
+                assert batch is not None
+                return trainer.logprobs(batch)
+            case ResetOptimizer():
+                trainer.reset_optimizer()
+            case ExportTensors():
+                return _export(trainer, sink)
+            case ExportHf(directory=directory):
+                trainer.export_hf(Path(directory))
+            case SaveCheckpoint(number=number, directory=directory):
+                write_beside(trainer.snapshot(), Path(directory), number, self.layout, self._report)
+            case Offload(keep_weights=keep_weights):
+                trainer.offload(keep_weights=keep_weights)
+            case Onload():
+                trainer.onload()
+            case ClearMemory():
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+            case Shutdown():
+                self._trainer = None
+        return None
+
+
+def _export(trainer: Trainer, sink: Sink | None) -> ExportOutcome:
+    """Walks the whole export even when the sink fails: the other ranks are in the same collectives."""
+    error: Exception | None = None
+    for name, tensor in trainer.export_tensors():
+        if sink is not None and error is None:
+            try:
+                sink.put(name, tensor)
+            except Exception as failure:  # of any kind: it is reported, after the drain
+                error = failure
+    if sink is not None and error is None:
+        try:
+            sink.finish()
+        except Exception as failure:
+            error = failure
+    return ExportOutcome(error)

@@ -1,0 +1,261 @@
+"""Ranks: the trainer ranks as rank 0 commands them, itself included.
+
+A command is executed by every rank; rank 0 does so in the trainer thread. It has ended when every rank has answered
+over its link (rank_link.py), not when some collective says so.
+
+Invariants
+- Commands run one after another on all ranks in the same order, whoever cancels or gives up meanwhile.
+- The first failure of any rank ends the waiting call within seconds, with a TrainerError that names the rank; from
+  then on every call raises it at once. A failure while nobody waits ends the task group.
+- A rank that died is blamed before the ranks whose collectives broke because of it; where nobody died, what rank 0
+  itself has to say comes first: it knows where things were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import anyio.abc
+import torch.distributed as dist
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import AsyncRLError, TrainerError
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
+from asyncrl.training.checkpoints.manifest import Wrote
+from asyncrl.training.ranks import commands
+from asyncrl.training.ranks.command_channel import CommandChannel
+from asyncrl.training.ranks.commands import Command, RankState, Result
+from asyncrl.training.ranks.failures import blame, error_of, error_of_hung, tried
+from asyncrl.training.ranks.rank import RankEnvironment, join_as_rank_zero
+from asyncrl.training.ranks.rank_link import LinkAddress, LinkServer, RankFailure, describe
+from asyncrl.training.ranks.trainer_thread import ThreadCall, TrainerThread, TrainerThreadStatistics
+from asyncrl.training.trainer_events import TrainerRankFailed
+from asyncrl.weights.transfer import Sink
+
+T = TypeVar("T")
+
+SHUTDOWN_TIMEOUT_S = 5.0
+_BLAME_GRACE_S = 0.5
+"""How long a failure waits for news of a rank that died and caused it."""
+_STACK_TIMEOUT_S = 2.0
+
+
+class Ranks:
+    """See the module's docstring. Made and used in the event loop of rank 0.
+
+    Args:
+        state: rank 0's own part.
+        task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
+        wrote: hears that a rank has written its part of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environment: RankEnvironment,
+        state: RankState,
+        *,
+        task_group: anyio.abc.TaskGroup,
+        events: EventLog,
+        wrote: Callable[[int, Wrote], None],
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._state = state
+        self._task_group = task_group
+        self._events = events
+        self._thread = TrainerThread()
+        self._link = LinkServer(range(1, environment.world_size), self._wake, wrote)
+        self._serving: list[anyio.CancelScope] = []
+        self._channel: CommandChannel | None = None
+        self._changed = anyio.Event()
+        self._seq = 0
+        self._waiters = 0
+        self._thread_failure: BaseException | None = None
+        self.failure: AsyncRLError | None = None
+        """Why no further command is taken."""
+
+    @property
+    def unbroken(self) -> bool:
+        """Whether all ranks met, and none has failed."""
+        return self._channel is not None and self.failure is None and not self._link.failures
+
+    def thread_statistics(self) -> TrainerThreadStatistics:
+        return self._thread.statistics()
+
+    async def join(self, timeout_s: float) -> None:
+        """Meets the other ranks in the process groups; before anything else."""
+        address = await self._serve_links()
+        what = "joining the process groups"
+        join = partial(join_as_rank_zero, self._environment, self._config, address)
+        joining = self._thread.submit(join, what=what, on_done=self._job_done)
+        self._channel = await self._await(joining, seq=-1, what=what, timeout_s=timeout_s)
+
+    async def run(
+        self,
+        command: Command,
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        batch: RolloutBatch | None = None,
+        sink: Sink | None = None,
+        on_executed: Callable[[], None] | None = None,
+    ) -> Result:
+        """Has every rank execute `command`; returns rank 0's result.
+
+        `on_executed` is called once rank 0 has executed it, also where the caller gave up meanwhile.
+        """
+        self.check()
+        channel = self._channel
+        if channel is None:
+            raise TrainerError("the trainer was not initialised: await init() first")
+        self._seq += 1
+        seq = self._seq
+
+        def execute() -> Result:
+            if self._thread_failure is not None:  # of a command that was abandoned while it ran
+                raise self._thread_failure
+            try:
+                channel.send(seq, command, batch)
+                return self._state.execute(command, batch, sink)
+            except BaseException as error:
+                self._thread_failure = error
+                raise
+
+        job = self._thread.submit(execute, what=what, on_done=partial(self._job_done, on_executed=on_executed))
+        return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
+
+    async def settle(self) -> None:
+        """Waits until rank 0 has executed what it had begun, whoever gave up waiting; raises what failed in it."""
+        self.check()
+
+        def outcome() -> None:
+            if self._thread_failure is not None:
+                raise self._thread_failure
+
+        what = "the step in progress"
+        job = self._thread.submit(outcome, what=what, on_done=self._job_done)
+        await self._await(job, seq=-1, what=what, timeout_s=self._config.train.step_timeout_s)
+
+    async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
+        """Runs `function(*args)` in the trainer thread, after the commands before; TrainerError after `timeout_s`."""
+        self.check()
+        try:
+            return await self._thread.call(function, *args, what=what, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise TrainerError(f"trainer rank 0: {error}; it is at:\n{self._thread.stack()}".rstrip()) from error
+
+    def check(self) -> None:
+        """Raises the failure of a rank."""
+        if self.failure is not None:
+            raise self.failure
+        if self._link.failures:
+            blamed = self._link.failures[0]
+            raise self._break(blamed, "idle", error_of(blamed, "idle"))
+
+    async def end(self) -> None:
+        """Ends the other ranks and the trainer thread; never hangs, never raises."""
+        if self.unbroken:
+            self._link.expect_leave()
+            await tried("the end of the trainer ranks", self._leave, SHUTDOWN_TIMEOUT_S)
+        await tried("telling the trainer ranks", lambda: self._link.end(timeout_s=1.0), 2.0)
+        self._thread.close()
+        for scope in self._serving:
+            scope.cancel()
+
+    async def _leave(self) -> None:
+        await self.run(commands.Shutdown(), "shutting down", SHUTDOWN_TIMEOUT_S)
+        await self._thread.call(
+            dist.destroy_process_group, what="leaving the process groups", timeout_s=SHUTDOWN_TIMEOUT_S
+        )
+
+    async def _await(self, job: ThreadCall[T], seq: int, what: str, timeout_s: float) -> T:
+        """Until rank 0 and every other rank have finished command `seq`, or one failed, or time is up."""
+        self._waiters += 1
+        try:
+            with waiting(what, "trainer", timeout_s):
+                while not self._link.failures and not (job.done and self._all_done(seq)):
+                    if job.done and job.exception is not None:
+                        break
+                    await self._changed.wait()
+        except TimeoutError as error:
+            hung = await self._fail_hung(job, seq, what, timeout_s)
+            job.abandon()
+            raise hung from error
+        except BaseException:
+            job.abandon()
+            raise
+        else:
+            if self._link.failures or job.exception is not None:
+                raise await self._fail(job, what)
+            return job.result()
+        finally:
+            self._waiters -= 1
+
+    def _all_done(self, seq: int) -> bool:
+        return all(done >= seq for done in self._link.done.values())
+
+    async def _fail(self, job: ThreadCall[Any], what: str) -> AsyncRLError:
+        """The failure to report, once there was time to hear of a rank that died, or of rank 0's own view."""
+        with anyio.move_on_after(_BLAME_GRACE_S if self._environment.world_size > 1 else 0):
+            while not any(f.died for f in self._link.failures):
+                await self._changed.wait()
+        if not job.done:
+            job.abandon()
+        blamed, error = blame(self._link.failures, job.exception if job.done else None, what)
+        return self._break(blamed, what, error)
+
+    async def _fail_hung(self, job: ThreadCall[Any], seq: int, what: str, timeout_s: float) -> AsyncRLError:
+        """Names the ranks that did not finish, and where they are."""
+        await self._link.ask_stacks(_STACK_TIMEOUT_S)
+        hung = {rank: self._link.stacks.get(rank) for rank, done in self._link.done.items() if done < seq}
+        blamed = next(iter(hung), 0)
+        if not job.done:
+            hung = {0: self._thread.stack(), **hung}
+        return self._break(RankFailure(blamed, "hangs", what), what, error_of_hung(hung, what, timeout_s))
+
+    def _break(self, failure: RankFailure, what: str, error: AsyncRLError) -> AsyncRLError:
+        if self.failure is None:
+            self.failure = error
+            self._events.emit(TrainerRankFailed(rank=failure.rank, command=what, reason=str(failure)))
+        return self.failure
+
+    # the other ranks
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    def _job_done(self, job: ThreadCall[Any], on_executed: Callable[[], None] | None = None) -> None:
+        if job.exception is None and on_executed is not None:
+            on_executed()
+        if job.abandoned and job.exception is not None:
+            failure = describe(0, job.exception)
+            self._break(failure, job.what, error_of(failure, job.what))
+        self._wake()
+
+    async def _serve_links(self) -> LinkAddress | None:
+        if self._environment.world_size == 1:
+            return None
+        address: LinkAddress = await self._task_group.start(self._links)
+        self._task_group.start_soon(self._watch)
+        return address
+
+    async def _links(self, *, task_status: anyio.abc.TaskStatus[LinkAddress]) -> None:
+        with anyio.CancelScope() as scope:
+            self._serving.append(scope)
+            await self._link.serve(self._environment.link_host, task_status=task_status)
+
+    async def _watch(self) -> None:
+        """Raises the failure of a rank into the task group when no call is there to raise it."""
+        with anyio.CancelScope() as scope:
+            self._serving.append(scope)
+            while True:
+                await self._changed.wait()
+                if self._waiters == 0 and self.failure is None:
+                    self.check()

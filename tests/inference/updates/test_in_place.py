@@ -1,0 +1,158 @@
+"""weights.on_update = in_place: requests keep their slots and their KV while engines take new weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from asyncrl.data.staleness import step_of
+from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutClient
+from asyncrl.rollout.requests.retry import RetryPolicy
+from asyncrl.rollout.requests.wire import Generation
+from tests.inference.conftest import StartFleet, eventually
+from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
+from tests.scripted import Latency, ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+TOKENS = 120
+GREEDY = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":0.0,"ignore_eos":true}' % TOKENS)
+PROMPT = msgspec.Raw(b"[1,2,3]")
+
+
+@asynccontextmanager
+async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(
+        r.fleet.controller.router_url,
+        vocab_size=1 << 20,
+        concurrency=64,
+        timeout_s=10.0,
+        policy=RetryPolicy(retries=0, patience_s=1.0),
+        keeps_kv=keeps_kv,
+    ) as client:
+        yield client
+
+
+async def publish(r: Rig, client: RolloutClient, version: str) -> None:
+    with client.held():
+        await r.publish(version)
+        client.published(version)
+
+
+async def through_updates(r: Rig, client: RolloutClient, versions: list[str], requests: int) -> list[Generation]:
+    """Publishes `versions` in the middle of so many generations, more of which begin after each; returns them all."""
+    generations: list[Generation] = []
+
+    async def one(number: int) -> None:
+        generations.append(await client.generate(f"{number:08d}.000", PROMPT, GREEDY))
+
+    async with anyio.create_task_group() as tasks:
+        for turn, version in enumerate(versions):
+            for number in range(requests):
+                tasks.start_soon(one, turn * requests + number)
+            await eventually(lambda: sum(e.generation.running for e in r.fleet.engines) > 0)
+            await anyio.sleep(0.06)  # tokens of the version before
+            await publish(r, client, version)
+    return generations
+
+
+def makers(r: Rig) -> dict[str, list[str]]:
+    return {rid: made for engine in r.fleet.engines for rid, made in engine.generation.makers.items()}
+
+
+async def test_running_requests_go_on_where_they_were(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet, latency=Latency(token_s=0.004), on_update="in_place") as r, client_of(r) as client:
+        await publish(r, client, "0.0")
+        seen: list[tuple[str | None, int]] = []
+        export = r.source.before_tensor
+
+        def look(number: int) -> None:
+            seen.extend((engine.generation.paused, engine.generation.running) for engine in r.fleet.engines)
+            if export is not None:
+                export(number)
+
+        r.source.before_tensor = look
+        generations = await through_updates(r, client, ["0.1", "0.2"], requests=8)
+        assert all(paused == "in_place" for paused, _ in seen) and any(running for _, running in seen)
+        assert [len(g.output_ids) for g in generations] == [TOKENS] * 16
+        assert any(len(g.versions) > 1 for g in generations)
+        assert r.complaints() == []
+        for engine in r.fleet.engines:
+            assert all(not update["flush_cache"] for update in engine.updates)
+
+
+async def test_no_token_counts_with_newer_weights_than_those_that_made_it(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet, latency=Latency(token_s=0.004), slots=4, on_update="in_place") as r:
+        for keeps_kv in (True, False):
+            async with client_of(r, keeps_kv=keeps_kv) as client:
+                first, second, third = (f"0.{3 * keeps_kv + i}" for i in range(3))
+                await publish(r, client, first)
+                before = set(makers(r))
+                generations = await through_updates(r, client, [second, third], requests=12)
+                made = [versions for rid, versions in makers(r).items() if rid not in before]
+            assert any(len(set(versions)) > 1 for versions in made), "none was in the middle"
+            by_tokens = (
+                sorted(made),
+                sorted(
+                    [span.version for span in g.versions for _ in range(span.end - span.start)] for g in generations
+                ),
+            )
+            newer = sum(
+                step_of(told) > step_of(true)  # type: ignore[operator]
+                for truths, told_all in zip(*by_tokens, strict=True)
+                for true, told in zip(truths, told_all, strict=True)
+            )
+            older = sum(
+                step_of(told) < step_of(true)  # type: ignore[operator]
+                for truths, told_all in zip(*by_tokens, strict=True)
+                for true, told in zip(truths, told_all, strict=True)
+            )
+            if keeps_kv:
+                assert newer == 0
+                assert older <= 2 * len(generations), "one token for each update at most"
+            else:
+                assert newer > 0, "the engine's own stamps are one token ahead of the truth"
+
+
+async def test_what_begins_after_an_update_reuses_no_kv_of_older_weights(start_fleet: StartFleet) -> None:
+    async with rig(start_fleet, engines=1, on_update="in_place") as r, client_of(r) as client:
+        await publish(r, client, "0.0")
+        old = await client.generate("00000000.000", PROMPT, GREEDY)
+        await publish(r, client, "0.1")
+        new = await client.generate("00000001.000", PROMPT, GREEDY)
+        again = await client.generate("00000002.000", PROMPT, GREEDY)
+        [engine] = r.fleet.engines
+        async with fresh_engine("0.1") as fresh, EngineApi.open("fresh", fresh.url) as control:
+            expected = await control.generate([1, 2, 3], max_new_tokens=TOKENS)
+        assert tuple(new.output_ids) == tuple(again.output_ids) == expected.output_ids != tuple(old.output_ids)
+        async with EngineApi.open("engine-0", engine.url) as control:
+            [key] = [key for key, _ in engine.generation.cache if key.endswith("-0.0")]
+            stale = await control.generate([1, 2, 3], max_new_tokens=TOKENS, extra_key=key)
+        assert stale.output_ids != expected.output_ids, "the KV of 0.0 is still there"
+
+
+@asynccontextmanager
+async def fresh_engine(version: str) -> AsyncIterator[ScriptedEngine]:
+    engine = ScriptedEngine(tensors_of(version))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(engine.run)
+        yield engine
+        engine.kill()
+
+
+async def test_weights_by_disk_are_taken_in_place_too(start_fleet: StartFleet, tmp_path: Path) -> None:
+    latency = Latency(token_s=0.004)
+    async with (
+        rig(start_fleet, latency=latency, disk=tmp_path / "transfer", on_update="in_place") as r,
+        client_of(r) as client,
+    ):
+        await publish(r, client, "0.0")
+        generations = await through_updates(r, client, ["0.1"], requests=4)
+        assert [len(g.output_ids) for g in generations] == [TOKENS] * 4
+        assert all(holds(engine, tensors_of("0.1")) for engine in r.fleet.engines) and r.complaints() == []

@@ -1,0 +1,128 @@
+"""The number of requests in flight follows what engines can take: the rule, the loop around it, and its figures."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.observability.events import EventLog
+from asyncrl.rollout.requests import concurrency as concurrency_module
+from asyncrl.rollout.requests.concurrency import ConcurrencyPolicy
+from asyncrl.rollout.requests.engine_queries import EngineLoad
+from tests.rollout.conftest import StartExecutor
+from tests.rollout.fleet import eventually, told
+from tests.scripted.answers import Action, scripted_engine
+
+LOADS = st.lists(
+    st.builds(EngineLoad, running=st.integers(0, 512), waiting=st.integers(0, 512), token_usage=st.floats(0, 1)),
+    max_size=4,
+)
+POLICIES = st.integers(1, 64).flatmap(
+    lambda least: st.builds(ConcurrencyPolicy, least=st.just(least), most=st.integers(least, 4096))
+)
+IDLE = EngineLoad(running=10, waiting=0, token_usage=0.1)
+BUSY = EngineLoad(running=10, waiting=100, token_usage=0.1)
+
+
+@given(POLICIES, st.lists(st.tuples(st.integers(0, 5000), LOADS), max_size=50))
+def test_the_limit_stays_within_its_bounds(
+    policy: ConcurrencyPolicy, looks: list[tuple[int, list[EngineLoad]]]
+) -> None:
+    limit = policy.most
+    for in_flight, loads in looks:
+        before = limit
+        limit, reason = policy.after(limit, in_flight, loads)
+        assert policy.least <= limit <= policy.most
+        if reason is None:
+            assert limit >= before
+            assert limit == before or in_flight >= before, "it rises only where it holds requests back"
+        else:
+            assert any(policy.overload(load) for load in loads)
+            assert limit < before or limit == policy.least
+
+
+@given(POLICIES, st.integers(0, 5000), LOADS, LOADS)
+def test_more_load_never_allows_more(
+    policy: ConcurrencyPolicy, in_flight: int, loads: list[EngineLoad], more: list[EngineLoad]
+) -> None:
+    limit = policy.most // 2 + policy.least
+    lighter = policy.after(limit, in_flight, [*loads, IDLE])
+    heavier = policy.after(limit, in_flight, [*loads, *more, IDLE])
+    assert heavier[0] <= lighter[0]
+
+
+@given(POLICIES)
+def test_an_overload_that_lasts_brings_it_down_and_its_end_up_again(policy: ConcurrencyPolicy) -> None:
+    limit, looks = policy.most, 0
+    while limit > policy.least:
+        limit, looks = policy.after(limit, limit, [BUSY])[0], looks + 1
+        assert looks <= 60
+    for _ in range(40):
+        limit, _reason = policy.after(limit, limit, [IDLE])
+    assert limit == policy.most
+
+
+@given(POLICIES, st.integers(0, 5000))
+def test_engines_that_say_nothing_change_nothing(policy: ConcurrencyPolicy, in_flight: int) -> None:
+    assert policy.after(policy.most, in_flight, []) == (policy.most, None)
+
+
+@given(slots=st.integers(8, 256), engines=st.integers(1, 4))
+def test_it_settles_around_what_engines_have_slots_for(slots: int, engines: int) -> None:
+    policy = ConcurrencyPolicy(least=1, most=4 * slots * engines)
+    limit, seen = policy.most, []
+    for _ in range(200):
+        each = limit // engines
+        load = EngineLoad(running=min(each, slots), waiting=max(0, each - slots), token_usage=0.5)
+        limit, _ = policy.after(limit, limit, [load] * engines)
+        seen.append(limit)
+    capacity = slots * engines
+    rise = max(1, int(policy.most * policy.increase))
+    most = capacity * (1 + policy.queued) + engines * (policy.few + 1) + rise
+    assert all(policy.decrease * capacity - engines - 1 <= limit <= most for limit in seen[-50:])
+
+
+@given(slots=st.integers(8, 256), looks=st.integers(1, 200))
+def test_a_queue_that_takes_long_to_drain_is_answered_once(slots: int, looks: int) -> None:
+    """A response takes so many `looks`; what is in flight beyond a limit that was lowered only drains."""
+    policy = ConcurrencyPolicy(least=1, most=4 * slots)
+    limit, in_flight = policy.most, float(policy.most)
+    for _ in range(1000):
+        in_flight = max(in_flight - min(in_flight, slots) / looks, limit)
+        load = EngineLoad(running=min(slots, int(in_flight)), waiting=max(0, int(in_flight) - slots), token_usage=0.5)
+        limit, _reason = policy.after(limit, int(in_flight), [load])
+        assert limit >= int(policy.decrease * slots), "slots would be free while requests wait to be sent"
+
+
+async def test_an_overloaded_engine_gets_fewer_requests_and_more_once_it_recovers(
+    start_executor: StartExecutor, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(concurrency_module, "INTERVAL_S", 0.05)
+    rollout = {"adaptive_concurrency": True, "concurrency": 40, "max_staleness": 300}
+    async with scripted_engine(lambda request, number: Action(latency_s=0.02)) as engine:
+        engine.load = (10, 100, 0.2)
+        async with start_executor(engine, rollout=rollout) as executor:
+            executor.set_weight_version("0.0")
+            executor.generate_ahead(0, 1000)
+            await eventually(lambda: executor.statistics().concurrency == 4)  # one group
+            await executor.get(0)
+            assert executor.last_rollout.concurrency == 4
+            await executor.commit(0)
+            engine.script = lambda request, number: Action(fault="hang")
+            executor.engines_paused()
+            engine.load = (10, 0, 0.2)
+            await anyio.sleep(0.2)
+            assert executor.statistics().concurrency == 4, "figures of a pause count for nothing"
+            executor.engines_resumed()
+            await eventually(lambda: executor.statistics().concurrency > 4)
+    lowered = told(events, "concurrency_lowered")
+    assert lowered[0]["previous"] == 40 and lowered[0]["reason"] == "100 requests are queued behind 10"
+
+
+async def test_it_is_off_unless_asked_for(start_executor: StartExecutor) -> None:
+    async with scripted_engine() as engine, start_executor(engine, rollout={"concurrency": 7}) as executor:
+        engine.load = (10, 100, 1.0)
+        await executor.get(0)
+        assert executor.statistics().concurrency == executor.last_rollout.concurrency == 7
