@@ -11,12 +11,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "asyncrl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "config", "data", "run_directory"}
+BASE = {"errors", "config", "data", "run_directory", "tasks"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": BASE,
     "data": BASE,
     "run_directory": BASE,
+    "tasks": set(),
     "observability": BASE,
     "host": BASE | {"observability"},
     "exit_protocol": BASE | {"observability", "host"},

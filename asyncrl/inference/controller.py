@@ -33,13 +33,13 @@ from asyncrl.inference.models import FrozenModels
 from asyncrl.inference.routing.routing import Routing
 from asyncrl.inference.sglang.engine_api import CheckAction
 from asyncrl.inference.statistics import InferenceStatistics
-from asyncrl.inference.together import await_all
 from asyncrl.inference.updates.catch_up import needs_publication
 from asyncrl.inference.updates.copies_in_use import CopiesInUse
 from asyncrl.inference.updates.deadlines import Deadlines
 from asyncrl.inference.updates.verify import Checksums
 from asyncrl.inference.updates.weights_check import WeightsCheck
 from asyncrl.observability.events import EventLog
+from asyncrl.tasks import run_all
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
@@ -113,7 +113,7 @@ class InferenceController:
         """
         models = self._models
         answers = (partial(models.wait_answering, group) for group in models.groups.values())
-        await await_all(self._started.actor.wait_ready, *answers)
+        await run_all(self._started.actor.wait_ready, *answers)
 
     async def dispose(self) -> None:
         """Ends router and engines and frees their ports. May be called at any time, and again."""

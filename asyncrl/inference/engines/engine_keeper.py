@@ -33,8 +33,8 @@ from asyncrl.inference.engines.lifecycle import LIVE
 from asyncrl.inference.engines.processes import first_end, working_processes
 from asyncrl.inference.engines.restarts import RestartHistory
 from asyncrl.inference.fleet_events import EngineExited, ProcessGivenUp, ProcessRestarting
-from asyncrl.inference.together import await_any
 from asyncrl.observability.waits import WAITS
+from asyncrl.tasks import first_of
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
@@ -79,7 +79,7 @@ class EngineKeeper(Keeper):
             )
             with WAITS.register("restart", self.engine.engine_id, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
-            await await_any(partial(self.settings.routing.forgotten, self.engine), self._unwanted.wait)
+            await first_of(partial(self.settings.routing.forgotten, self.engine), self._unwanted.wait)
             try:
                 await self.settings.gpus.wait_turn(self.engine, self._unwanted)
             except EngineError as error:

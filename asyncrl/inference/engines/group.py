@@ -30,10 +30,10 @@ from asyncrl.inference.fleet_events import FleetReady
 from asyncrl.inference.gpus.shared_gpus import SharedGpus
 from asyncrl.inference.routing.router_keeper import RouterKeeper
 from asyncrl.inference.routing.routing import Routing
-from asyncrl.inference.together import end_all
 from asyncrl.inference.updates.deadlines import Deadlines
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
+from asyncrl.tasks import finish_all
 
 if TYPE_CHECKING:
     from asyncrl.host import EngineHost
@@ -191,7 +191,7 @@ class EngineGroup:
                 scope.cancel()
 
     async def _end_all(self) -> None:
-        await end_all(self._router.stop, *(partial(self.stop_engine, engine) for engine in self.engines))
+        await finish_all(self._router.stop, *(partial(self.stop_engine, engine) for engine in self.engines))
 
     def pause_health(self, paused: bool) -> None:
         """Probes are made only while not `paused`."""
@@ -359,7 +359,7 @@ async def end_groups(groups: Sequence[EngineGroup]) -> None:
     """Ends all processes of all groups at once, within bounds: the host sees to those that do not end."""
     try:
         with waiting("end of the fleet", "engines and routers", DISPOSE_TIMEOUT_S):
-            await end_all(*(group.stop for group in groups))
+            await finish_all(*(group.stop for group in groups))
     except TimeoutError as error:
         states = "; ".join(group.states() for group in groups)
         _log.error("the fleet did not end in time; the host ends the rest of it", reason=str(error), states=states)

@@ -17,8 +17,8 @@ import structlog
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.engines.engine import ManagedEngine
-from asyncrl.inference.together import await_any
 from asyncrl.observability.waits import waiting
+from asyncrl.tasks import first_of
 
 ENDED = frozenset({EngineState.DEAD, EngineState.QUARANTINED})
 COMMANDS = 4
@@ -66,7 +66,7 @@ class SharedGpus:
                 "end of the trainer's turn on its GPUs", f"the loop, for {engine.engine_id}", self._patience_s
             ):
                 while self.keeps_out(engine) and not unwanted.is_set():
-                    await await_any(self._changed.wait, unwanted.wait)
+                    await first_of(self._changed.wait, unwanted.wait)
         except TimeoutError as error:
             raise EngineError(
                 f"{engine.engine_id} is not started again: {error}; await onload() after training"

@@ -1,0 +1,102 @@
+"""Tasks: waking the tasks that wait for a change, and getting results and errors out of several tasks at once.
+
+Invariants
+- A task that waits for a change can be cancelled, also while changes arrive in every turn of the event loop.
+- An error of one task is raised as it is, never inside an exception group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+import anyio.lowlevel
+
+T = TypeVar("T")
+
+Call = Callable[[], Awaitable[T]]
+
+
+class Changes:
+    """Wakes waiting tasks whenever some state has changed; they look at the state themselves.
+
+        while not ready():              # the task that waits
+            await changes.wait()
+
+        state = ...                     # whoever changes the state
+        changes.notify()
+
+    A change that nobody waits for is not remembered, so look at the state before each wait.
+    """
+
+    __slots__ = ("_next",)
+
+    def __init__(self) -> None:
+        self._next = anyio.Event()
+
+    def notify(self) -> None:
+        """Wakes every task that waits now."""
+        changed, self._next = self._next, anyio.Event()
+        changed.set()
+
+    async def wait(self) -> None:
+        """Returns at the next `notify`."""
+        # anyio cancels a task in the midst of a wait. One that is woken in every turn would never be found in one.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._next.wait()
+
+
+async def run_all(*calls: Call[T]) -> list[T]:
+    """Runs all calls at once and returns their results in order; the first error cancels the others and is raised."""
+    results: dict[int, T] = {}
+    errors: list[Exception] = []
+
+    async def run(index: int, call: Call[T]) -> None:
+        try:
+            results[index] = await call()
+        except Exception as error:  # of any kind: raised below, outside the task group, which would wrap it
+            errors.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for index, call in enumerate(calls):
+            tasks.start_soon(run, index, call)
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(calls))]
+
+
+async def finish_all(*calls: Call[object]) -> None:
+    """Runs all calls to their end, even when some fail; raises the first error after that."""
+    errors: list[Exception] = []
+
+    async def finish(call: Call[object]) -> None:
+        try:
+            await call()
+        except Exception as error:  # of any kind: raised once the others have ended
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for call in calls:
+            tasks.start_soon(finish, call)
+    if errors:
+        raise errors[0]
+
+
+async def first_of(*waits: Call[object]) -> None:
+    """Returns when the first wait returns, and cancels the others; the first error is raised."""
+    errors: list[Exception] = []
+
+    async def wait_for(wait: Call[object]) -> None:
+        try:
+            await wait()
+        except Exception as error:  # of any kind: raised below, outside the task group, which would wrap it
+            errors.append(error)
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for wait in waits:
+            tasks.start_soon(wait_for, wait)
+    if errors:
+        raise errors[0]
