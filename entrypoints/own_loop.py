@@ -37,7 +37,7 @@ def only_the_best(batch: RolloutBatch) -> RolloutBatch:
     for group in range(len(batch.group_ids)):
         members = (batch.group_index == group).nonzero().flatten()
         best[members[batch.rewards[members].argmax()]] = True
-    return replace(batch, loss_mask=best.repeat_interleave(batch.response_lengths))
+    return replace(batch, loss_mask=batch.sampled & best[batch.token_samples])
 
 
 async def imitate_the_best(job: Job) -> None:

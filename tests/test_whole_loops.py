@@ -187,6 +187,7 @@ async def test_weights_that_change_in_the_midst_of_generation_cost_no_sample_and
     trained = {sample_id for batch in trainer.batches for sample_id in batch.sample_ids}
     assert any(len(set(makers[sample_id])) > 1 for sample_id in trained) is lives_through
     for batch in trainer.batches:
+        assert batch.sample_index.tolist() == list(range(batch.num_samples)), "each sample is one sequence"
         for sample_id, spans in zip(batch.sample_ids, batch.versions, strict=True):
             told = [step_of(span.version) or 0 for span in spans for _ in range(span.start, span.end)]
             true = [step_of(version) or 0 for version in makers[sample_id]]

@@ -1,14 +1,26 @@
 """RolloutBatch: what the executor hands to the trainer, as flat tensors.
 
-Sequences are packed, not padded: with N samples, T tokens (prompts and responses) and R response
-tokens, sample i owns `sequence_lengths[i]` consecutive entries of `tokens`, of which the first
-`prompt_lengths[i]` are the prompt, and the matching run of the [R] tensors.
+Sequences are packed, not padded. A batch has N samples, S sequences and T tokens. Sequence i owns `sequence_lengths[i]`
+consecutive entries of every [T] tensor and belongs to sample `sample_index[i]`.
+
+A worked example: sample 0 has one turn, sample 1 has one sequence of two turns and one of one turn.
+
+    tokens            7 7 4 5 | 7 7 6 8 9 | 3 3 2
+    sampled           . . x x | . . x . x | . . x       the policy made these tokens
+    loss_mask         . . x x | . . x . x | . . .       of these a loss may train; here somebody took the last one out
+    sequence_lengths  4 5 3
+    sample_index      0 1 1
+    rewards           1.0 0.0                           one for each sample
+
+Invariants
+- The first token of a sequence is never sampled: nothing stands before it that could predict it.
+- `loss_mask` is a subset of `sampled`; `logprobs` is 0 where nothing was sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,15 +35,17 @@ class RolloutBatch:
 
     rollout_id: int
     tokens: Tensor
-    """int64 [T]: prompt then response of each sample, one after the other."""
+    """int64 [T]: context and sampled tokens of each sequence, one sequence after the other."""
     sequence_lengths: Tensor
-    """int64 [N]: prompt + response."""
-    prompt_lengths: Tensor
-    """int64 [N]."""
+    """int64 [S]."""
+    sample_index: Tensor
+    """int64 [S]: index into `sample_ids`; sequences of one sample need not be adjacent."""
+    sampled: Tensor
+    """bool [T]: the policy sampled this token; the others are context."""
     logprobs: Tensor
-    """float32 [R]: the engine's log-prob of each response token, at the sampling temperature."""
+    """float32 [T]: the engine's log-prob of each sampled token, at the sampling temperature; 0 for context."""
     loss_mask: Tensor
-    """bool [R]: False for a token that must not be trained on."""
+    """bool [T]: a loss may train this token."""
     rewards: Tensor
     """float32 [N]."""
     group_index: Tensor
@@ -41,46 +55,72 @@ class RolloutBatch:
     truncated: Tensor
     """bool [N]: ended by max_new_tokens."""
     versions: tuple[tuple[VersionSpan, ...], ...]
-    """Per sample, which weights made which response tokens."""
+    """Per sequence, which weights made which tokens, counted over all tokens of the sequence."""
     temperature: float
     """Sampling temperature of `logprobs`; the trainer divides its logits by it."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further numbers for each token by name, float32 [T]: what an algorithm computes over the whole batch."""
 
     @property
     def num_samples(self) -> int:
+        """N."""
         return len(self.sample_ids)
 
     @property
-    def response_lengths(self) -> Tensor:
-        """int64 [N]."""
-        return self.sequence_lengths - self.prompt_lengths
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.sequence_lengths)
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """int64 [S]: sampled tokens of each sequence."""
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.sampled.cumsum(0)])
+        ends = self.sequence_lengths.cumsum(0)
+        return before[ends] - before[ends - self.sequence_lengths]
+
+    @property
+    def token_samples(self) -> Tensor:
+        """int64 [T]: the sample of each token."""
+        return self.sample_index.repeat_interleave(self.sequence_lengths)
+
+    @property
+    def sequence_groups(self) -> Tensor:
+        """int64 [S]: the group of each sequence."""
+        return self.group_index[self.sample_index]
 
     @classmethod
     def from_groups(cls, rollout_id: int, groups: Sequence[SampleGroup], temperature: float) -> RolloutBatch:
         """Packs the scored samples of `groups`; one without a reward is left out, its group's other samples stay."""
         samples: list[Sample] = []
-        index: list[int] = []
+        group_index: list[int] = []
         for i, group in enumerate(groups):
-            for sample in group.samples:
-                if sample.reward is not None:
-                    samples.append(sample)
-                    index.append(i)
-        pieces = [part for s in samples for part in (s.prompt_ids, s.output_ids)]
-        tokens = np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, np.int64)
-        logprobs = (
-            np.concatenate([s.logprobs for s in samples], dtype=np.float32) if samples else np.empty(0, np.float32)
-        )
+            scored = [sample for sample in group.samples if sample.reward is not None]
+            samples += scored
+            group_index += [i] * len(scored)
+        sequences = [sequence for sample in samples for sequence in sample.sequences]
+        turns = [turn for sequence in sequences for turn in sequence.turns]
+        lengths = np.array([(len(turn.context_ids), len(turn.output_ids)) for turn in turns], np.int64).reshape(-1, 2)
+        sampled = np.repeat(np.tile([False, True], len(turns)), lengths.reshape(-1))
+        logprobs = np.zeros(len(sampled), np.float32)
+        tokens = np.empty(len(sampled), np.int64)
+        if turns:
+            np.concatenate([ids for turn in turns for ids in (turn.context_ids, turn.output_ids)], out=tokens)
+            logprobs[sampled] = np.concatenate([turn.logprobs for turn in turns])
         return cls(
             rollout_id=rollout_id,
             tokens=torch.from_numpy(tokens),
-            sequence_lengths=torch.tensor([len(s.prompt_ids) + len(s.output_ids) for s in samples], dtype=torch.int64),
-            prompt_lengths=torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64),
+            sequence_lengths=torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64),
+            sample_index=torch.tensor(
+                [i for i, sample in enumerate(samples) for _ in sample.sequences], dtype=torch.int64
+            ),
+            sampled=torch.from_numpy(sampled),
             logprobs=torch.from_numpy(logprobs),
-            loss_mask=torch.ones(len(logprobs), dtype=torch.bool),
-            rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
-            group_index=torch.tensor(index, dtype=torch.int64),
-            group_ids=tuple(g.group_id for g in groups),
-            sample_ids=tuple(s.sample_id for s in samples),
-            truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
-            versions=tuple(s.versions for s in samples),
+            loss_mask=torch.from_numpy(sampled.copy()),
+            rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+            group_index=torch.tensor(group_index, dtype=torch.int64),
+            group_ids=tuple(group.group_id for group in groups),
+            sample_ids=tuple(sample.sample_id for sample in samples),
+            truncated=torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
+            versions=tuple(sequence.spans() for sequence in sequences),
             temperature=temperature,
         )

@@ -25,8 +25,11 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import DataError
 
+FORMAT = 2
+"""Raised when a reader of the former number could not read the files. 1 had tensors over response tokens only."""
 ROLLOUTS = "rollouts"
 """Directory in that of a run where `debug.save_rollouts` keeps its batches."""
+_COLUMN = "columns."
 _NAME = re.compile(r"rollout-(\d{6,})\.json")
 
 _log = structlog.get_logger(__name__)
@@ -52,12 +55,13 @@ def save_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -
     directory.mkdir(parents=True, exist_ok=True)
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    columns = {f"{_COLUMN}{name}": column.contiguous() for name, column in batch.columns.items()}
     json_path.unlink(missing_ok=True)
-    save_file(tensors, tensors_path)
-    rest = {name: value for name, value in fields.items() if name not in tensors}
+    save_file(tensors | columns, tensors_path)
+    rest = {name: value for name, value in fields.items() if name not in tensors and name != "columns"}
     rest["versions"] = [[msgspec.structs.asdict(span) for span in spans] for spans in batch.versions]
     partial = json_path.with_suffix(".partial")
-    partial.write_text(json.dumps({**facts, "batch": rest}, indent=2) + "\n")
+    partial.write_text(json.dumps({**facts, "format": FORMAT, "batch": rest}, indent=2) + "\n")
     partial.rename(json_path)
     return tensors_path
 
@@ -84,9 +88,17 @@ def load_batch(directory: Path, rollout_id: int) -> SavedBatch:
     tensors_path, json_path = batch_paths(directory, rollout_id)
     try:
         facts = json.loads(json_path.read_text())
-        rest = facts.pop("batch")
+        rest, version = facts.pop("batch"), facts.pop("format", 1)
+        if version != FORMAT:
+            raise DataError(
+                f"{json_path} has format {version}, and this version of asyncrl reads format {FORMAT}; "
+                "save the rollouts again with debug.save_rollouts"
+            )
+        tensors = load_file(tensors_path)
+        columns = {name: tensors.pop(name) for name in tuple(tensors) if name.startswith(_COLUMN)}
         batch = RolloutBatch(
-            **load_file(tensors_path),
+            **tensors,
+            columns={name.removeprefix(_COLUMN): column for name, column in columns.items()},
             rollout_id=rest["rollout_id"],
             group_ids=tuple(rest["group_ids"]),
             sample_ids=tuple(rest["sample_ids"]),

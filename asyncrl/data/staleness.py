@@ -62,7 +62,7 @@ class Bound:
 
     def check(self, batch: RolloutBatch) -> None:
         """Raises StalenessError when a token is too stale to be trained, or made by weights that are not behind it."""
-        for sample, spans in enumerate(batch.versions):
+        for sample, spans in zip(batch.sample_index.tolist(), batch.versions, strict=True):
             for span in spans:
                 step = step_of(span.version)
                 if step is None or not 0 <= batch.rollout_id - step <= self.batches:

@@ -16,7 +16,7 @@ from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import chunks, prompt_renderer, required_field
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.sources import read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError, ModelError
@@ -57,16 +57,15 @@ class SupervisedStream:
             drawn = self._stream.draw()
             example = self._examples[drawn.prompt.prompt_id]
             length = len(example.response_ids)
-            sample = Sample(
-                sample_id=f"{drawn.ordinal:08d}.000",
-                group_id=f"{drawn.ordinal:08d}",
-                prompt_ids=example.prompt.token_ids,
-                output_ids=example.response_ids,
-                logprobs=np.zeros(length, np.float32),
-                finish_reason="stop",
-                versions=(VersionSpan(SUPERVISED_VERSION, 0, length),),
-                text=example.response_text,
-                reward=1.0,
+            turn = Turn(
+                example.prompt.token_ids,
+                example.response_ids,
+                np.zeros(length, np.float32),
+                (VersionSpan(SUPERVISED_VERSION, 0, length),),
+            )
+            group_id = f"{drawn.ordinal:08d}"
+            sample = Sample.of_turn(
+                f"{group_id}.000", group_id, turn, finish_reason="stop", text=example.response_text, reward=1.0
             )
             groups.append(SampleGroup(sample.group_id, example.prompt, (sample,)))
         return RolloutBatch.from_groups(step, groups, temperature=1.0)

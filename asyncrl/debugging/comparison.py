@@ -49,7 +49,7 @@ class LogprobDifference:
     sample_id: str
     """Where it is largest."""
     token: int
-    """Its place in the response of that sample."""
+    """Its place among the sampled tokens of that sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +103,16 @@ def compare_metrics(recorded: Mapping[str, Any], replayed: Mapping[str, float]) 
 
 
 def compare_logprobs(batch: RolloutBatch, logprobs: Tensor) -> LogprobDifference | None:
-    """`logprobs`: float32 [R], the trainer's, at the batch's temperature and before the step."""
-    difference = (logprobs - batch.logprobs).abs().masked_fill(~batch.loss_mask, 0.0)
-    trained = int(batch.loss_mask.sum())
-    if not trained:
+    """`logprobs`: float32 [T], the trainer's, at the batch's temperature and before the step."""
+    difference = (logprobs - batch.logprobs)[batch.loss_mask].abs()
+    if not len(difference):
         return None
     worst = int(torch.where(difference.isnan(), math.inf, difference).argmax())
-    ends = batch.response_lengths.cumsum(0)
-    sample = int((ends <= worst).sum())
-    start = int(ends[sample]) - int(batch.response_lengths[sample])
-    return LogprobDifference(
-        float(difference.sum()) / trained, float(difference[worst]), batch.sample_ids[sample], worst - start
-    )
+    place = int(batch.loss_mask.nonzero()[worst])
+    sample = int(batch.token_samples[place])
+    before = batch.sampled[:place] & (batch.token_samples[:place] == sample)
+    mean = float(difference.sum()) / len(difference)
+    return LogprobDifference(mean, float(difference[worst]), batch.sample_ids[sample], int(before.sum()))
 
 
 def verdict(steps: Sequence[StepComparison]) -> str:

@@ -178,7 +178,7 @@ def _metrics_of(facts: Mapping[str, Any], batch: RolloutBatch) -> RolloutMetrics
     if isinstance(recorded, Mapping) and recorded.keys() == names:
         return RolloutMetrics(**recorded)
     nothing: dict[str, Any] = {name: "" if name == "failure" else 0 for name in names}
-    lengths = batch.response_lengths.double()
+    tokens = int(batch.sampled.sum())
     return RolloutMetrics(
         **nothing
         | {
@@ -186,8 +186,8 @@ def _metrics_of(facts: Mapping[str, Any], batch: RolloutBatch) -> RolloutMetrics
             "groups": len(batch.group_ids),
             "samples": batch.num_samples,
             "reward_mean": float(batch.rewards.double().mean()),
-            "response_tokens": int(lengths.sum()),
-            "response_tokens_mean": float(lengths.mean()),
+            "response_tokens": tokens,
+            "response_tokens_mean": tokens / max(1, batch.num_samples),
         }
     )
 

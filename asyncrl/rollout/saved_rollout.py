@@ -20,7 +20,7 @@ from safetensors import numpy as safetensors
 
 from asyncrl.config import Config
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.sample import FinishReason, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sample import FinishReason, Sample, SampleGroup, TokenSequence, Turn, VersionSpan
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.line_file import without_surrogates
 from asyncrl.rollout.scheduling.ledger import Reached
@@ -28,11 +28,11 @@ from asyncrl.rollout.scheduling.production import Issue
 
 STATE = "rollout.json"
 TENSORS = "rollout.safetensors"
-FORMAT = 2
+FORMAT = 3
 """Raised when a reader of the former number could not read the files."""
 
 _SAMPLING = {"samples_per_prompt", "max_new_tokens", "temperature", "stop", "ignore_eos", "filters"}
-_DTYPES = {"prompt_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32}
+_DTYPES = {"context_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,16 @@ def made_with(config: Config) -> dict[str, Any]:
     }
 
 
+class _Turn(msgspec.Struct, frozen=True):
+    context_tokens: int
+    output_tokens: int
+    versions: tuple[VersionSpan, ...]
+
+
 class _Sample(msgspec.Struct, frozen=True):
     sample_id: str
-    prompt_tokens: int
-    output_tokens: int
+    sequences: tuple[tuple[_Turn, ...], ...]
     finish_reason: FinishReason
-    versions: tuple[tuple[str, int, int], ...]
     text: str
     reward: float | None
     failure: str | None
@@ -119,9 +123,9 @@ def encode_rollout(saved: SavedRollout) -> dict[str, bytes]:
         drop_reasons=dict(saved.drop_reasons),
         made_with=dict(saved.made_with),
     )
-    samples = [sample for _, group in saved.finished for sample in group.samples]
+    turns = [turn for _, group in saved.finished for sample in group.samples for turn in sample.turns]
     tensors = {
-        name: np.concatenate([np.empty(0, dtype), *(getattr(sample, name) for sample in samples)], dtype=dtype)
+        name: np.concatenate([np.empty(0, dtype), *(getattr(turn, name) for turn in turns)], dtype=dtype)
         for name, dtype in _DTYPES.items()
     }
     try:
@@ -150,9 +154,16 @@ def decode_rollout(files: Mapping[str, bytes], stream: PromptStream) -> SavedRol
         tensors = safetensors.load(files[TENSORS])
     except (msgspec.DecodeError, SafetensorError) as error:
         raise CheckpointError(f"the rollouts of the checkpoint are damaged: {error}") from None
+    turns = [
+        turn
+        for group in state.finished
+        for sample in group.samples
+        for sequence in sample.sequences
+        for turn in sequence
+    ]
     lengths = {
-        "prompt_ids": sum(sample.prompt_tokens for group in state.finished for sample in group.samples),
-        "output_ids": (tokens := sum(sample.output_tokens for group in state.finished for sample in group.samples)),
+        "context_ids": sum(turn.context_tokens for turn in turns),
+        "output_ids": (tokens := sum(turn.output_tokens for turn in turns)),
         "logprobs": tokens,
     }
     found = {name: tensor.size for name, tensor in tensors.items()}
@@ -174,10 +185,11 @@ def _group(issue: Issue, group: SampleGroup) -> _Group:
     samples = tuple(
         _Sample(
             sample_id=sample.sample_id,
-            prompt_tokens=len(sample.prompt_ids),
-            output_tokens=len(sample.output_ids),
+            sequences=tuple(
+                tuple(_Turn(len(turn.context_ids), len(turn.output_ids), turn.versions) for turn in sequence.turns)
+                for sequence in sample.sequences
+            ),
             finish_reason=sample.finish_reason,
-            versions=tuple((span.version, span.start, span.end) for span in sample.versions),
             text=sample.text,
             reward=sample.reward,
             failure=sample.failure,
@@ -207,14 +219,19 @@ class _Reader:
         return Sample(
             sample_id=saved.sample_id,
             group_id=group_id,
-            prompt_ids=self._next("prompt_ids", saved.prompt_tokens),
-            output_ids=self._next("output_ids", saved.output_tokens),
-            logprobs=self._next("logprobs", saved.output_tokens),
+            sequences=tuple(TokenSequence(tuple(map(self._turn, turns))) for turns in saved.sequences),
             finish_reason=saved.finish_reason,
-            versions=tuple(VersionSpan(*span) for span in saved.versions),
             text=saved.text,
             reward=saved.reward,
             failure=saved.failure,
+        )
+
+    def _turn(self, saved: _Turn) -> Turn:
+        return Turn(
+            context_ids=self._next("context_ids", saved.context_tokens),
+            output_ids=self._next("output_ids", saved.output_tokens),
+            logprobs=self._next("logprobs", saved.output_tokens),
+            versions=saved.versions,
         )
 
     def _next(self, name: str, count: int) -> NDArray[Any]:

@@ -144,7 +144,7 @@ class TrainGroup:
         await self._ranks.run(commands.ResetOptimizer(), "resetting the optimizer")
 
     async def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """float32 [R]: the policy's log-prob of each response token, at the batch's temperature."""
+        """float32 [T]: the policy's log-prob of each sampled token, at the batch's temperature; 0 for context."""
         return cast(Tensor, await self._ranks.run(commands.Logprobs(), "computing log-probs", batch=batch))
 
     async def update_weights(self, rollout_id: int | None = None) -> PublicationReport | None:

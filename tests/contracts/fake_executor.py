@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 import numpy as np
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.errors import RolloutError
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.scheduling.ledger import TRAINER, Ledger, Reached
@@ -86,17 +86,15 @@ class FakeExecutor:
         prompt = Prompt(prompt_id=group_id, text="", token_ids=prompt_ids)
         self._ledger.admit(group_id, group_id, 0)
         self._ledger.run(group_id)
+        turn = Turn(
+            prompt_ids,
+            np.full(self._tokens, 5, np.int32),
+            np.full(self._tokens, -1.0, np.float32),
+            (VersionSpan(self.version, 0, self._tokens),),
+        )
         samples = tuple(
-            Sample(
-                sample_id=f"{group_id}.{index:03d}",
-                group_id=group_id,
-                prompt_ids=prompt_ids,
-                output_ids=np.full(self._tokens, 5, np.int32),
-                logprobs=np.full(self._tokens, -1.0, np.float32),
-                finish_reason="length",
-                versions=(VersionSpan(self.version, 0, self._tokens),),
-                text="",
-                reward=float(index % 2),
+            Sample.of_turn(
+                f"{group_id}.{index:03d}", group_id, turn, finish_reason="length", text="", reward=float(index % 2)
             )
             for index in range(self._samples_per_prompt)
         )

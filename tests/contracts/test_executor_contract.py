@@ -44,10 +44,11 @@ async def test_a_batch_is_whole_and_its_parts_fit_together(start: Start) -> None
         assert batch.rollout_id == 0
         assert batch.num_samples == 12 and len(batch.group_ids) == 3 and len(set(batch.sample_ids)) == 12
         assert int(batch.sequence_lengths.sum()) == len(batch.tokens)
-        assert int(batch.response_lengths.sum()) == len(batch.logprobs) == len(batch.loss_mask)
+        assert len(batch.logprobs) == len(batch.loss_mask) == len(batch.sampled) == len(batch.tokens)
         assert torch.equal(batch.group_index.bincount(), torch.tensor([4, 4, 4]))
-        for spans, length in zip(batch.versions, batch.response_lengths.tolist(), strict=True):
-            assert spans[0].start == 0 and spans[-1].end == length
+        lengths = zip(batch.sequence_lengths.tolist(), batch.sampled_lengths.tolist(), strict=True)
+        for spans, (length, sampled) in zip(batch.versions, lengths, strict=True):
+            assert spans[0].start == length - sampled and spans[-1].end == length
 
 
 async def test_no_group_is_delivered_twice(start: Start) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.staleness import Bound, oldest_step, step_of
 from asyncrl.errors import StalenessError
 
@@ -22,9 +22,8 @@ def batch(rollout_id: int, *versions: str) -> RolloutBatch:
     for index, made_by in enumerate((versions[-1:], versions)):
         spans = tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(made_by))
         ids = IDS[: len(made_by)]
-        samples.append(
-            Sample(f"g7.{index}", "g7", IDS, ids, np.zeros(len(ids), np.float32), "stop", spans, "", reward=1.0)
-        )
+        turn = Turn(IDS, ids, np.zeros(len(ids), np.float32), spans)
+        samples.append(Sample.of_turn(f"g7.{index}", "g7", turn, finish_reason="stop", text="", reward=1.0))
     return RolloutBatch.from_groups(rollout_id, [SampleGroup("g7", Prompt("p", "", IDS), tuple(samples))], 1.0)
 
 
@@ -60,7 +59,7 @@ def test_exactly_what_is_within_the_bound_passes(
 def test_the_error_names_group_tokens_weights_and_the_arithmetic() -> None:
     with pytest.raises(
         StalenessError,
-        match=r"group g7, sample g7\.1: tokens 0-1 were made by weights '0\.2' and must not train batch 4: their "
+        match=r"group g7, sample g7\.1: tokens 4-5 were made by weights '0\.2' and must not train batch 4: their "
         r"staleness is 2 \* \(4 - 2 \+ 1\) - 1 = 5 optimizer steps, and rollout\.max_staleness is 4",
     ):
         Bound(4, 2).check(batch(4, "0.2", "0.3"))

@@ -24,18 +24,18 @@ def load(path: Path, rows: list[dict[str, object]], context: int = 32, **model: 
 def test_a_batch_holds_prompt_response_and_end_token(tmp_path: Path) -> None:
     batch = load(tmp_path, [{"prompt": "1+1=", "response": "2"}]).next_batch(5)
     assert batch.rollout_id == 5 and batch.num_samples == 3
-    assert batch.sequence_lengths.tolist() == [6] * 3 and batch.prompt_lengths.tolist() == [4] * 3
+    assert batch.sequence_lengths.tolist() == [6] * 3 and batch.sampled_lengths.tolist() == [2] * 3
     assert batch.tokens.reshape(3, 6)[:, -1].tolist() == [2] * 3
-    assert torch.equal(batch.rewards, torch.ones(3)) and torch.equal(batch.logprobs, torch.zeros(6))
-    assert batch.loss_mask.all() and not batch.truncated.any() and batch.temperature == 1.0
+    assert torch.equal(batch.rewards, torch.ones(3)) and torch.equal(batch.logprobs, torch.zeros(18))
+    assert torch.equal(batch.loss_mask, batch.sampled) and not batch.truncated.any() and batch.temperature == 1.0
     assert len(set(batch.sample_ids)) == len(set(batch.group_ids)) == 3
 
 
 def test_batches_go_through_all_examples_and_are_the_same_in_every_run(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": str(i), "response": "x" * (i + 1)} for i in range(6)]
     first, second = load(tmp_path, rows), load(tmp_path, rows)
-    lengths = [tuple(first.next_batch(step).response_lengths.tolist()) for step in range(4)]
-    assert lengths == [tuple(second.next_batch(step).response_lengths.tolist()) for step in range(4)]
+    lengths = [tuple(first.next_batch(step).sampled_lengths.tolist()) for step in range(4)]
+    assert lengths == [tuple(second.next_batch(step).sampled_lengths.tolist()) for step in range(4)]
     assert sorted(lengths[0] + lengths[1]) == sorted(lengths[2] + lengths[3]) == [2, 3, 4, 5, 6, 7]
 
 

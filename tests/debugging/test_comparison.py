@@ -55,20 +55,20 @@ def test_where_nothing_was_recorded_there_is_nothing_to_be_the_same_as() -> None
     assert "nothing was recorded" in verdict([alone])
 
 
-@pytest.mark.parametrize(("token", "sample_id", "place"), [(0, "s0", 0), (1, "s0", 1), (3, "s1", 0), (4, "s1", 1)])
+@pytest.mark.parametrize(("token", "sample_id", "place"), [(2, "s0", 0), (3, "s0", 1), (7, "s1", 0), (8, "s1", 1)])
 def test_the_token_at_which_trainer_and_engine_part_is_found(token: int, sample_id: str, place: int) -> None:
     batch = make_batch()
     logprobs = batch.logprobs.clone()
     logprobs[token] += 0.5
-    logprobs[2] += 9.0  # is not trained
+    logprobs[4] += 9.0  # is not trained
     found = compare_logprobs(batch, logprobs)
     assert found is not None and (found.sample_id, found.token) == (sample_id, place)
     assert found.largest == pytest.approx(0.5) and found.mean == pytest.approx(0.5 / 4)
-    logprobs[4] = math.nan
+    logprobs[8] = math.nan
     found = compare_logprobs(batch, logprobs)
     assert found is not None and (found.sample_id, found.token) == ("s1", 1) and math.isnan(found.largest)
 
 
 def test_a_batch_in_which_nothing_is_trained_has_no_worst_token() -> None:
-    batch = replace(make_batch(), loss_mask=torch.zeros(5, dtype=torch.bool))
+    batch = replace(make_batch(), loss_mask=torch.zeros(9, dtype=torch.bool))
     assert compare_logprobs(batch, batch.logprobs) is None

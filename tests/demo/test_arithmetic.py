@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.data.sample import Prompt, Sample
+from asyncrl.data.sample import Prompt, Sample, Turn
 from asyncrl.demo.arithmetic import last_number
 
 
 def reward(response: str, answer: str | None) -> float:
     ids = np.zeros(1, np.int32)
-    sample = Sample("s", "g", ids, ids, np.zeros(1, np.float32), "stop", (), response)
+    turn = Turn(ids, ids, np.zeros(1, np.float32), ())
+    sample = Sample.of_turn("s", "g", turn, finish_reason="stop", text=response)
     return last_number(sample, Prompt("p", "", ids, answer))
 
 

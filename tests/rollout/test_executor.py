@@ -13,6 +13,7 @@ from blockbuster import blockbuster_ctx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.data.sample import Sample
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError, RewardError, RolloutError
 from asyncrl.observability.events import EventLog
@@ -44,10 +45,21 @@ async def test_a_batch_holds_what_was_sampled_and_is_committed(start_executor: S
         executor.set_weight_version("0.1")
         batch = await executor.get(0)
         assert batch.num_samples == 12 and batch.group_ids == ("00000000", "00000001", "00000002")
-        assert batch.response_lengths.tolist() == [1, 2, 3, 4] * 3
+        assert batch.sampled_lengths.tolist() == [1, 2, 3, 4] * 3
         assert batch.rewards.tolist() == [0, 1, 0, 1] * 3
         assert batch.truncated.tolist() == [False, False, False, True] * 3
-        assert batch.logprobs[:10].tolist() == [-0.25, -0.25, -0.5, -0.25, -0.5, -0.75, -0.25, -0.5, -0.75, -1.0]
+        assert batch.logprobs[batch.sampled][:10].tolist() == [
+            -0.25,
+            -0.25,
+            -0.5,
+            -0.25,
+            -0.5,
+            -0.75,
+            -0.25,
+            -0.5,
+            -0.75,
+            -1.0,
+        ]
         assert batch.tokens[batch.sequence_lengths[0] - 1] == 2
         assert torch.equal(batch.group_index, torch.arange(3).repeat_interleave(4))
         await executor.commit(0)
@@ -328,12 +340,7 @@ def test_a_collection_gives_up_exactly_when_its_budget_is_spent(wanted: int, dro
 
 @pytest.mark.parametrize(("fraction", "allowed"), [(0.5, 6), (0.0, 0), (1.0, 12)])
 def test_the_first_batch_check_counts_until_it_is_closed(fraction: float, allowed: int) -> None:
-    import numpy as np
-
-    from asyncrl.data.sample import Sample
-
-    empty = np.empty(0, np.int32)
-    failed = Sample("s", "g", empty, empty, empty.astype(np.float32), "stop", (), "", failure="ValueError: x")
+    failed = Sample("s", "g", (), "stop", "", failure="ValueError: x")
     check = FirstBatchCheck("f", 12, fraction)
     verdicts = [check.observe(failed) is not None for _ in range(12)]
     assert verdicts == [i >= allowed for i in range(12)]

@@ -6,24 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.staleness import Bound
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout, most_common_failure
 from asyncrl.rollout.scheduling.collection import Collection
 
 ONCE = Bound(0, optimizer_steps=1)
 IDS = np.array([5, 6], np.int32)
-SAMPLE = Sample(
-    sample_id="0.0",
-    group_id="0",
-    prompt_ids=IDS,
-    output_ids=IDS,
-    logprobs=np.array([-0.5, -0.5], np.float32),
-    finish_reason="stop",
-    versions=(VersionSpan("0.1", 0, 2),),
-    text="yes",
-    reward=1.0,
-)
+TURN = Turn(IDS, IDS, np.array([-0.5, -0.5], np.float32), (VersionSpan("0.1", 0, 2),))
+SAMPLE = Sample.of_turn("0.0", "0", TURN, finish_reason="stop", text="yes", reward=1.0)
 
 
 def measured(

@@ -18,7 +18,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from asyncrl.config.sections.rollout import RewardConfig
-from asyncrl.data.sample import Prompt, Sample, VersionSpan
+from asyncrl.data.sample import Prompt, Sample, Turn, VersionSpan
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.host import EngineHost
 from asyncrl.observability.waits import WAITS
@@ -33,16 +33,13 @@ def sample_of(
     text: str = "yes", answer: str | None = "yes", record: dict[str, Any] | None = None
 ) -> tuple[Sample, Prompt]:
     prompt = Prompt("p:0", "prompt", np.array([1, 2, 3], np.int32), answer, record or {})
-    sample = Sample(
-        sample_id="00000000.000",
-        group_id="00000000",
-        prompt_ids=prompt.token_ids,
-        output_ids=np.array([4, 5], np.int32),
-        logprobs=np.array([-0.5, -1.5], np.float32),
-        finish_reason="stop",
-        versions=(VersionSpan("0.1", 0, 2),),
-        text=text,
+    turn = Turn(
+        prompt.token_ids,
+        np.array([4, 5], np.int32),
+        np.array([-0.5, -1.5], np.float32),
+        (VersionSpan("0.1", 0, 2),),
     )
+    sample = Sample.of_turn("00000000.000", "00000000", turn, finish_reason="stop", text=text)
     return sample, prompt
 
 

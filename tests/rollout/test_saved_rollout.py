@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.sample import Prompt, Sample, SampleGroup, VersionSpan
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, TokenSequence, Turn, VersionSpan
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutError
 from asyncrl.observability.events import EventLog
@@ -38,21 +38,29 @@ def issues(draw: st.DrawFn) -> Issue:
 
 
 @st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    length = draw(st.integers(0, 5))
+    logprobs = draw(st.lists(st.floats(-30, 0, width=32), min_size=length, max_size=length))
+    return Turn(
+        np.arange(draw(st.integers(0, 3)), dtype=np.int32),
+        np.arange(length, dtype=np.int32),
+        np.array(logprobs, np.float32),
+        (VersionSpan("0.1", 0, length),) if length else (),
+    )
+
+
+@st.composite
 def groups(draw: st.DrawFn) -> tuple[Issue, SampleGroup]:
     issue = draw(issues())
     samples = []
     for index in range(draw(st.integers(1, 3))):
-        length = draw(st.integers(0, 5))
-        logprobs = draw(st.lists(st.floats(-30, 0, width=32), min_size=length, max_size=length))
+        sequences = draw(st.lists(st.lists(turns(), min_size=1, max_size=3), max_size=2))
         samples.append(
             Sample(
                 sample_id=f"{issue.group_id}.{index:03d}",
                 group_id=issue.group_id,
-                prompt_ids=issue.prompt.token_ids,
-                output_ids=np.arange(length, dtype=np.int32),
-                logprobs=np.array(logprobs, np.float32),
+                sequences=tuple(TokenSequence(tuple(made)) for made in sequences),
                 finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
-                versions=(VersionSpan("0.1", 0, length),) if length else (),
                 text=draw(st.text(max_size=5)),
                 reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
                 failure=draw(st.none() | st.just("timeout")),
@@ -62,10 +70,16 @@ def groups(draw: st.DrawFn) -> tuple[Issue, SampleGroup]:
 
 
 def plain(sample: Sample) -> Any:
-    arrays = [(a.dtype, a.tobytes()) for a in (sample.prompt_ids, sample.output_ids, sample.logprobs)]
+    arrays = [
+        [
+            [(a.dtype, a.tobytes()) for a in (turn.context_ids, turn.output_ids, turn.logprobs)] + [turn.versions]
+            for turn in sequence.turns
+        ]
+        for sequence in sample.sequences
+    ]
     return (
         arrays,
-        [getattr(sample, name) for name in ("sample_id", "group_id", "finish_reason", "versions", "text")],
+        [getattr(sample, name) for name in ("sample_id", "group_id", "finish_reason", "text")],
         (
             sample.reward,
             sample.failure,
@@ -101,7 +115,7 @@ FILES = encode_rollout(SavedRollout(a_stream().state(), (), (), {}, {}, {}))
         (FILES | {STATE: b"{"}, CheckpointError, "damaged"),
         (FILES | {TENSORS: b"nonsense"}, CheckpointError, "damaged"),
         (FILES | {STATE: msgspec.json.encode({"format": 99})}, CheckpointError, "format 99"),
-        (FILES | {STATE: msgspec.json.encode({"format": 2})}, CheckpointError, "damaged"),
+        (FILES | {STATE: msgspec.json.encode({"format": 3})}, CheckpointError, "damaged"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(files: Mapping[str, bytes], error: type[AsyncRLError], told: str) -> None:
@@ -125,9 +139,8 @@ def test_what_a_reward_said_need_not_be_text() -> None:
 def finished_group() -> tuple[Issue, SampleGroup]:
     draw = a_stream().at(2)
     issue = Issue(draw.ordinal, draw.prompt, draw.epoch)
-    sample = Sample(
-        "s", issue.group_id, draw.prompt.token_ids, np.empty(0, np.int32), np.empty(0, np.float32), "stop", (), ""
-    )
+    turn = Turn(draw.prompt.token_ids, np.empty(0, np.int32), np.empty(0, np.float32), ())
+    sample = Sample.of_turn("s", issue.group_id, turn, finish_reason="stop", text="")
     return issue, SampleGroup(issue.group_id, draw.prompt, (sample,))
 
 
@@ -286,11 +299,11 @@ async def test_where_batches_or_the_bound_became_smaller_what_has_no_place_is_ma
 async def test_groups_of_weights_that_were_rolled_back_are_issued_again(
     start_executor: StartExecutor, events: EventLog
 ) -> None:
-    spans = (("0.0", 0, 1), ("0.2", 1, 3))
+    spans = (VersionSpan("0.0", 0, 1), VersionSpan("0.2", 1, 3))
     async with scripted_engine(held({"00000004"})) as engine:
         files = await saved_after_one_batch(start_executor, engine, events)
     state = msgspec.json.decode(files[STATE])
-    state["finished"][0]["samples"][1]["versions"] = spans
+    state["finished"][0]["samples"][1]["sequences"][0][0]["versions"] = spans
     async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
         await executor.restore(files | {STATE: msgspec.json.encode(state)}, 1)
         engine.version = "1.1"

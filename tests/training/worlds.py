@@ -129,16 +129,18 @@ def make_batch(rollout_id: int = 0) -> RolloutBatch:
         rollout_id=rollout_id,
         tokens=torch.arange(9),
         sequence_lengths=torch.tensor([5, 4]),
-        prompt_lengths=torch.tensor([2, 2]),
-        logprobs=torch.linspace(-1, 0, 5),
-        loss_mask=torch.tensor([True, True, False, True, True]),
+        sample_index=torch.tensor([0, 1]),
+        sampled=torch.tensor([False, False, True, True, True, False, False, True, True]),
+        logprobs=torch.linspace(-1, 0, 9),
+        loss_mask=torch.tensor([False, False, True, True, False, False, False, True, True]),
         rewards=torch.tensor([0.0, 1.0]),
         group_index=torch.tensor([0, 0]),
         group_ids=("g0",),
         sample_ids=("s0", "s1"),
         truncated=torch.tensor([False, True]),
-        versions=((VersionSpan("0.0", 0, 3),), (VersionSpan("0.0", 0, 1), VersionSpan("1.0", 1, 2))),
+        versions=((VersionSpan("0.0", 2, 5),), (VersionSpan("0.0", 2, 3), VersionSpan("1.0", 3, 4))),
         temperature=0.7,
+        columns={"advantages": torch.linspace(1, 2, 9)},
     )
 
 

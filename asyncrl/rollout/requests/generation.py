@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 
 import anyio
 import msgspec
-import numpy as np
 import structlog
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
-from asyncrl.data.sample import Prompt, Sample, SampleGroup
+from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn
 from asyncrl.errors import RolloutError
 from asyncrl.observability.waits import waiting
 from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed
@@ -241,29 +240,13 @@ class GroupGenerator:
         try:
             generation = await self._client.generate(sample_id, group.input_ids, group.sampling_params)
         except GenerationFailed as failure:
-            return Sample(
-                sample_id=sample_id,
-                group_id=group.group_id,
-                prompt_ids=group.prompt.token_ids,
-                output_ids=np.empty(0, np.int32),
-                logprobs=np.empty(0, np.float32),
-                finish_reason="abort",
-                versions=(),
-                text="",
-                failure=f"generation {failure}",
-            )
+            return Sample(sample_id, group.group_id, (), "abort", "", failure=f"generation {failure}")
         finally:
             self._running -= 1
             if not self._running:
                 self._none_running.set()
                 self._none_running = anyio.Event()
-        return Sample(
-            sample_id=sample_id,
-            group_id=group.group_id,
-            prompt_ids=group.prompt.token_ids,
-            output_ids=generation.output_ids,
-            logprobs=generation.logprobs,
-            finish_reason=generation.finish_reason,
-            versions=generation.versions,
-            text=generation.text,
+        turn = Turn(group.prompt.token_ids, generation.output_ids, generation.logprobs, generation.versions)
+        return Sample.of_turn(
+            sample_id, group.group_id, turn, finish_reason=generation.finish_reason, text=generation.text
         )

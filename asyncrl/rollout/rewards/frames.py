@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.data.sample import FinishReason, Prompt, Sample, VersionSpan
+from asyncrl.data.sample import FinishReason, Prompt, Sample, TokenSequence, Turn, VersionSpan
 
 HEADER = struct.Struct("<I")
 """Length of the frame that follows, in bytes."""
@@ -37,6 +37,15 @@ class Started(msgspec.Struct):
     error: str | None
 
 
+class TurnFrame(msgspec.Struct):
+    """A Turn, its arrays as raw bytes."""
+
+    context_ids: bytes
+    output_ids: bytes
+    logprobs: bytes
+    versions: tuple[VersionSpan, ...]
+
+
 class ScoreCall(msgspec.Struct):
     """One sample with its prompt."""
 
@@ -44,11 +53,8 @@ class ScoreCall(msgspec.Struct):
     """Counts the jobs of a worker."""
     sample_id: str
     group_id: str
-    prompt_ids: bytes
-    output_ids: bytes
-    logprobs: bytes
+    sequences: list[list[TurnFrame]]
     finish_reason: FinishReason
-    versions: list[tuple[str, int, int]]
     text: str
     prompt_id: str
     prompt_text: str
@@ -73,11 +79,8 @@ def job_of(number: int, sample: Sample, prompt: Prompt) -> ScoreCall:
         number=number,
         sample_id=sample.sample_id,
         group_id=sample.group_id,
-        prompt_ids=sample.prompt_ids.tobytes(),
-        output_ids=sample.output_ids.tobytes(),
-        logprobs=sample.logprobs.tobytes(),
+        sequences=[[_framed(turn) for turn in sequence.turns] for sequence in sample.sequences],
         finish_reason=sample.finish_reason,
-        versions=[(span.version, span.start, span.end) for span in sample.versions],
         text=sample.text,
         prompt_id=prompt.prompt_id,
         prompt_text=prompt.text,
@@ -87,18 +90,22 @@ def job_of(number: int, sample: Sample, prompt: Prompt) -> ScoreCall:
 
 
 def sample_and_prompt(job: ScoreCall) -> tuple[Sample, Prompt]:
-    prompt_ids = np.frombuffer(job.prompt_ids, np.int32)
-    sample = Sample(
-        sample_id=job.sample_id,
-        group_id=job.group_id,
-        prompt_ids=prompt_ids,
-        output_ids=np.frombuffer(job.output_ids, np.int32),
-        logprobs=np.frombuffer(job.logprobs, np.float32),
-        finish_reason=job.finish_reason,
-        versions=tuple(VersionSpan(*span) for span in job.versions),
-        text=job.text,
+    sequences = tuple(TokenSequence(tuple(_turn(frame) for frame in frames)) for frames in job.sequences)
+    sample = Sample(job.sample_id, job.group_id, sequences, job.finish_reason, job.text)
+    return sample, Prompt(job.prompt_id, job.prompt_text, sample.prompt_ids, job.answer, job.record)
+
+
+def _framed(turn: Turn) -> TurnFrame:
+    return TurnFrame(turn.context_ids.tobytes(), turn.output_ids.tobytes(), turn.logprobs.tobytes(), turn.versions)
+
+
+def _turn(frame: TurnFrame) -> Turn:
+    return Turn(
+        np.frombuffer(frame.context_ids, np.int32),
+        np.frombuffer(frame.output_ids, np.int32),
+        np.frombuffer(frame.logprobs, np.float32),
+        frame.versions,
     )
-    return sample, Prompt(job.prompt_id, job.prompt_text, prompt_ids, job.answer, job.record)
 
 
 def _array_to_list(value: Any) -> Any:

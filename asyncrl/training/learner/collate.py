@@ -14,72 +14,79 @@ from asyncrl.training.learner.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Samples of one forward pass, one after the other; T tokens, of which R are response tokens."""
+    """Sequences of one forward pass, one after the other; T tokens, of which the policy sampled R."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sample."""
+    """Tokens of each sequence."""
     tokens: Tensor
     """int64 [T]."""
     positions: Tensor
-    """int64 [T]: place of each token in its sample."""
+    """int64 [T]: place of each token in its sequence."""
     rows: Tensor
-    """int64 [R]: the token before each response token, whose logits predict it."""
+    """int64 [R]: the token before each sampled token, whose logits predict it."""
     targets: Tensor
-    """int64 [R]: the response tokens."""
-    responses: Tensor
-    """int64 [R]: where each response token stands in the [R] tensors of the RolloutBatch."""
+    """int64 [R]: the sampled tokens."""
+    places: Tensor
+    """int64 [R]: where each sampled token stands in the per-token tensors of the RolloutBatch."""
     samples: Tensor
-    """int64 [R]: the sample that each response token belongs to, as index into the RolloutBatch."""
+    """int64 [R]: the sample of each sampled token, as index into the RolloutBatch."""
 
 
 def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:
-    """Packs the samples of `micro_batch`, in its order."""
-    index = torch.tensor(micro_batch.samples, dtype=torch.int64)
+    """Packs the sequences of `micro_batch`, in its order."""
+    index = torch.tensor(micro_batch.sequences, dtype=torch.int64)
     lengths = batch.sequence_lengths[index]
-    prompts = batch.prompt_lengths[index]
-    responses = lengths - prompts
-    starts = _starts(lengths)
-    tokens = batch.tokens[_ranges(_starts(batch.sequence_lengths)[index], lengths)]
-    rows = _ranges(starts + prompts - 1, responses)
+    places = _ranges(_starts(batch.sequence_lengths)[index], lengths)
+    tokens = batch.tokens[places]
+    sampled = batch.sampled[places].nonzero().flatten()
     return PackedTokens(
         lengths=tuple(lengths.tolist()),
         tokens=tokens,
-        positions=torch.arange(len(tokens)) - starts.repeat_interleave(lengths),
-        rows=rows,
-        targets=tokens[rows + 1],
-        responses=_ranges(_starts(batch.response_lengths)[index], responses),
-        samples=index.repeat_interleave(responses),
+        positions=torch.arange(len(tokens)) - _starts(lengths).repeat_interleave(lengths),
+        rows=sampled - 1,
+        targets=tokens[sampled],
+        places=places[sampled],
+        samples=batch.sample_index[index].repeat_interleave(lengths)[sampled],
     )
 
 
-def trained_samples(batch: RolloutBatch) -> list[bool]:
-    """Whether each sample has a response token that the loss mask keeps."""
-    samples = torch.arange(batch.num_samples).repeat_interleave(batch.response_lengths)
-    return (torch.bincount(samples[batch.loss_mask], minlength=batch.num_samples) > 0).tolist()
+def trained_sequences(batch: RolloutBatch) -> list[bool]:
+    """Whether each sequence has a token that the loss mask keeps."""
+    sequences = torch.arange(batch.num_sequences).repeat_interleave(batch.sequence_lengths)
+    return (torch.bincount(sequences[batch.loss_mask], minlength=batch.num_sequences) > 0).tolist()
 
 
 def check_batch(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raises DataError for what would train on nonsense in silence: foreign ids, empty prompts, wrong lengths."""
+    """Raises DataError for a batch that would train on nonsense in silence: foreign ids, empty prompts, odd lengths."""
     where = f"rollout {batch.rollout_id}"
-    if int(batch.sequence_lengths.sum()) != len(batch.tokens) or bool((batch.response_lengths < 0).any()):
-        raise DataError(f"{where}: sequence lengths do not add up to the {len(batch.tokens)} tokens")
-    response_tokens = int(batch.response_lengths.sum())
-    if not len(batch.logprobs) == len(batch.loss_mask) == response_tokens:
-        raise DataError(
-            f"{where}: {response_tokens} response tokens, but {len(batch.logprobs)} log-probs and "
-            f"{len(batch.loss_mask)} mask entries"
-        )
-    if batch.num_samples and int(batch.prompt_lengths.min()) < 1:
-        sample = batch.sample_ids[int(batch.prompt_lengths.argmin())]
+    tokens = len(batch.tokens)
+    if int(batch.sequence_lengths.sum()) != tokens or bool((batch.sequence_lengths < 0).any()):
+        raise DataError(f"{where}: sequence lengths do not add up to the {tokens} tokens")
+    per_token = {"sampled": batch.sampled, "loss_mask": batch.loss_mask, "logprobs": batch.logprobs, **batch.columns}
+    for name, tensor in per_token.items():
+        if len(tensor) != tokens:
+            raise DataError(f"{where}: {tokens} tokens, but {len(tensor)} entries of {name}")
+    if len(batch.sample_index) != batch.num_sequences or not _indexes(batch.sample_index, batch.num_samples):
+        raise DataError(f"{where}: sample_index does not name one of the {batch.num_samples} samples for each sequence")
+    starts = _starts(batch.sequence_lengths)[batch.sequence_lengths > 0]
+    if bool((unpredicted := batch.sampled[starts]).any()):
+        sample = batch.sample_ids[int(batch.token_samples[starts[unpredicted][0]])]
         raise DataError(
             f"{where}: sample {sample} has an empty prompt; its first token has nothing to be predicted from"
         )
-    if len(batch.tokens) and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size:
+    if bool((batch.loss_mask & ~batch.sampled).any()):
+        sample = batch.sample_ids[int(batch.token_samples[batch.loss_mask & ~batch.sampled][0])]
+        raise DataError(f"{where}: loss_mask of sample {sample} keeps a token that the policy did not sample")
+    if tokens and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size:
         worst = int(batch.tokens.max()) if int(batch.tokens.min()) >= 0 else int(batch.tokens.min())
         raise DataError(
             f"{where}: token id {worst} is outside the model's vocabulary of {vocab_size}; "
             f"tokenizer and model do not match"
         )
+
+
+def _indexes(index: Tensor, size: int) -> bool:
+    return not len(index) or 0 <= int(index.min()) <= int(index.max()) < size
 
 
 def _starts(lengths: Tensor) -> Tensor:

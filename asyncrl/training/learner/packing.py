@@ -1,11 +1,11 @@
-"""Which rank computes which samples in which forward pass: pure, and the same on every rank.
+"""Which rank computes which sequences in which forward pass: pure, and the same on every rank.
 
 Invariants
-- In a pass over a batch, every sample that has a trained token is in exactly one micro-batch of exactly one
+- In a pass over a batch, every sequence that has a trained token is in exactly one micro-batch of exactly one
   data-parallel rank of one optimizer step. Further passes repeat the same plans.
 - A prompt group is in one of these steps only (its advantages are relative to each other).
 - Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively; a rank
-  without samples of its own runs the step's shortest one uncounted.
+  without sequences of its own runs the step's shortest one uncounted.
 - Ranks may run different numbers of micro-batches.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one forward pass, longest first."""
+    """Sequences of one forward pass, longest first."""
 
-    samples: tuple[int, ...]
+    sequences: tuple[int, ...]
     """Indices into the batch."""
     counted: bool = True
     """False: computed only because the rank must take part; adds nothing to loss, gradient or metrics."""
@@ -33,10 +33,10 @@ class StepPlan:
     ranks: tuple[tuple[MicroBatch, ...], ...]
 
     @property
-    def samples(self) -> tuple[int, ...]:
-        """All samples that count, in no particular order."""
+    def sequences(self) -> tuple[int, ...]:
+        """All sequences that count, in no particular order."""
         return tuple(
-            i for rank in self.ranks for micro_batch in rank if micro_batch.counted for i in micro_batch.samples
+            i for rank in self.ranks for micro_batch in rank if micro_batch.counted for i in micro_batch.sequences
         )
 
 
@@ -52,11 +52,11 @@ def plan_steps(
     """Plans the optimizer steps of one pass over a batch.
 
     Args:
-        lengths: tokens of each sample, prompt and response.
-        group_index: prompt group of each sample.
-        trained: whether a sample has any token to train on; the others are left out.
+        lengths: tokens of each sequence.
+        group_index: prompt group of each sequence.
+        trained: whether a sequence has any token to train on; the others are left out.
         data_parallel: copies of the model.
-        max_tokens: budget of a micro-batch; a longer sample gets a micro-batch of its own.
+        max_tokens: budget of a micro-batch; a longer sequence gets a micro-batch of its own.
         minibatches: optimizer steps; fewer where there are fewer groups.
 
     Returns:
@@ -67,35 +67,35 @@ def plan_steps(
     step_of = {group: position * steps // len(groups) for position, group in enumerate(groups)}
     plans = []
     for step in range(steps):
-        samples = [i for i, group in enumerate(group_index) if trained[i] and step_of[group] == step]
-        shards = split_evenly(samples, lengths, data_parallel)
-        spare = MicroBatch((min(samples, key=lambda i: lengths[i]),), counted=False)
+        sequences = [i for i, group in enumerate(group_index) if trained[i] and step_of[group] == step]
+        shards = split_evenly(sequences, lengths, data_parallel)
+        spare = MicroBatch((min(sequences, key=lambda i: lengths[i]),), counted=False)
         plans.append(StepPlan(tuple(pack(shard, lengths, max_tokens) or (spare,) for shard in shards)))
     return tuple(plans)
 
 
-def split_evenly(samples: Sequence[int], lengths: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Splits `samples` into `parts` of about equal tokens: longest first, each to the part with the fewest so far."""
+def split_evenly(sequences: Sequence[int], lengths: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Splits `sequences` into `parts` of about equal tokens: longest first, each to the part with the fewest so far."""
     shards: list[list[int]] = [[] for _ in range(parts)]
     load = [(0, part) for part in range(parts)]
-    for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
+    for sequence in sorted(sequences, key=lambda i: (-lengths[i], i)):
         tokens, part = heapq.heappop(load)
-        shards[part].append(sample)
-        heapq.heappush(load, (tokens + lengths[sample], part))
+        shards[part].append(sequence)
+        heapq.heappush(load, (tokens + lengths[sequence], part))
     return tuple(tuple(shard) for shard in shards)
 
 
-def pack(samples: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[MicroBatch, ...]:
-    """Cuts `samples` into runs of at most `max_tokens`, sorted: neighbours of like length waste least in attention."""
+def pack(sequences: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[MicroBatch, ...]:
+    """Cuts `sequences` into runs of at most `max_tokens`, sorted by length: equal neighbours waste least."""
     micro_batches: list[MicroBatch] = []
     current: list[int] = []
     tokens = 0
-    for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
-        if current and tokens + lengths[sample] > max_tokens:
+    for sequence in sorted(sequences, key=lambda i: (-lengths[i], i)):
+        if current and tokens + lengths[sequence] > max_tokens:
             micro_batches.append(MicroBatch(tuple(current)))
             current, tokens = [], 0
-        current.append(sample)
-        tokens += lengths[sample]
+        current.append(sequence)
+        tokens += lengths[sequence]
     if current:
         micro_batches.append(MicroBatch(tuple(current)))
     return tuple(micro_batches)

@@ -78,14 +78,14 @@ def forward_backward(
             logprobs, entropies = token_logprobs(
                 logits, packed.targets, temperature=temperature, vocab_size=vocab_size, group=tensor_parallel
             )
-            mask = batch.loss_mask[packed.responses].to(device) & micro_batch.counted
+            mask = batch.loss_mask[packed.places].to(device) & micro_batch.counted
             result = loss_function(logprobs, packed, mask)
             with torch.no_grad():
                 tokens = mask.sum()
                 sums = {"loss": result.loss, "tokens": tokens, "entropy": torch.where(mask, entropies, 0.0).sum()}
                 maxima = dict(result.maxima)
                 if compare:
-                    difference = (logprobs - batch.logprobs[packed.responses].to(device)).abs()
+                    difference = (logprobs - batch.logprobs[packed.places].to(device)).abs()
                     difference = torch.where(mask, difference, 0.0)
                     sums["logprob_diff"], maxima["logprob_diff"] = difference.sum(), difference.max()
                 tally = Tally(_floats({**sums, **result.sums}), _floats(maxima))
@@ -118,7 +118,7 @@ def forward_logprobs(
     vocab_size: int,
     device: torch.device,
 ) -> Tensor:
-    """float32 [R] on the CPU: log-prob of every response token at the batch's temperature, the same on every rank."""
+    """Log-probs of sampled tokens at the batch's temperature: float32 [T] on the CPU, 0 for context, same on all."""
     result = torch.zeros(len(batch.logprobs), device=device)
     for micro_batch, packed in _load(batch, micro_batches, device):
         if micro_batch.counted:
@@ -129,7 +129,7 @@ def forward_logprobs(
                 vocab_size=vocab_size,
                 group=parallel_state.get_tensor_model_parallel_group(),
             )
-            result[packed.responses.to(device)] = logprobs
+            result[packed.places.to(device)] = logprobs
     dist.all_reduce(result, group=parallel_state.get_data_parallel_group())
     return result.cpu()
 
@@ -154,7 +154,7 @@ def _load(
                 positions=packed.positions.to(device),
                 rows=packed.rows.to(device),
                 targets=packed.targets.to(device),
-                responses=packed.responses,
+                places=packed.places,
                 samples=packed.samples,
             ),
         )

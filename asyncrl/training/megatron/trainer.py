@@ -29,7 +29,7 @@ from asyncrl.errors import NonFiniteError
 from asyncrl.training.algorithms import losses
 from asyncrl.training.algorithms.advantages import group_advantages, groups_without_signal
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, restore_rng
-from asyncrl.training.learner.collate import PackedTokens, check_batch, trained_samples
+from asyncrl.training.learner.collate import PackedTokens, check_batch, trained_sequences
 from asyncrl.training.learner.packing import StepPlan, plan_steps
 from asyncrl.training.learner.schedule import learning_rate
 from asyncrl.training.megatron import cpu_shim
@@ -147,9 +147,9 @@ class MegatronTrainer:
         self._optimizer.reset()
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """float32 [R]: log-prob of each response token at the batch's temperature; the same on every rank."""
+        """Log-probs of sampled tokens at the batch's temperature: float32 [T], 0 for context, equal on all ranks."""
         check_batch(batch, self._architecture.vocab_size)
-        trained = (batch.response_lengths > 0).tolist()
+        trained = (batch.sampled_lengths > 0).tolist()
         plans = self._plan(batch, trained, minibatches=1)
         micro_batches = plans[0].ranks[self._layout.data_parallel_rank] if plans else ()
         return forward_logprobs(
@@ -217,7 +217,7 @@ class MegatronTrainer:
         def loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
             return losses.grpo(
                 logprobs,
-                batch.logprobs[packed.responses].to(device),
+                batch.logprobs[packed.places].to(device),
                 advantages[packed.samples].to(device),
                 mask,
                 clip_low=train.clip_low,
@@ -229,7 +229,7 @@ class MegatronTrainer:
     def _plan(self, batch: RolloutBatch, trained: list[bool], *, minibatches: int) -> tuple[StepPlan, ...]:
         return plan_steps(
             batch.sequence_lengths.tolist(),
-            batch.group_index.tolist(),
+            batch.sequence_groups.tolist(),
             trained,
             data_parallel=self._layout.data_parallel,
             max_tokens=self._config.train.max_tokens_per_microbatch,
@@ -248,7 +248,7 @@ class MegatronTrainer:
         compare: bool,
     ) -> dict[str, float]:
         check_batch(batch, self._architecture.vocab_size)
-        plans = self._plan(batch, trained_samples(batch), minibatches=minibatches) * epochs
+        plans = self._plan(batch, trained_sequences(batch), minibatches=minibatches) * epochs
         total, norms, skipped = Tally(), [], 0
         for number, plan in enumerate(plans):
             self._optimizer.zero_grad()
@@ -287,7 +287,7 @@ class MegatronTrainer:
                 "optimizer_step": number,
                 "loss": str(loss),
                 "grad_norm": str(grad_norm),
-                "samples": sorted(batch.sample_ids[i] for i in plan.samples),
+                "samples": sorted({batch.sample_ids[i] for i in batch.sample_index[list(plan.sequences)].tolist()}),
             }
             try:
                 save_batch(batch, self._failure_dir, facts)

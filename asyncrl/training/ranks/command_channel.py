@@ -28,7 +28,9 @@ CONTROL_TIMEOUT = timedelta(days=365)
 class TensorHeader(msgspec.Struct, frozen=True):
     """A tensor that follows."""
 
-    field: str
+    name: str
+    column: bool
+    """It is one of the batch's columns, not a field."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -94,11 +96,12 @@ class CommandChannel:
         values: dict[str, Any] = {
             name: msgspec.msgpack.decode(raw, type=hints[name]) for name, raw in header.rest.items()
         }
+        columns: dict[str, Tensor] = {}
         for tensor_header in header.tensors:
             tensor = torch.empty(tensor_header.shape, dtype=getattr(torch, tensor_header.dtype))
             self._broadcast(tensor)
-            values[tensor_header.field] = tensor
-        return RolloutBatch(**values)
+            (columns if tensor_header.column else values)[tensor_header.name] = tensor
+        return RolloutBatch(**values, columns=columns)
 
     def _broadcast(self, tensor: Tensor) -> None:
         """In place; as bytes, since gloo does not know every dtype."""
@@ -107,14 +110,12 @@ class CommandChannel:
 
 
 def _split(batch: RolloutBatch) -> tuple[BatchHeader, list[Tensor]]:
-    headers: list[TensorHeader] = []
-    tensors: list[Tensor] = []
-    rest: dict[str, msgspec.Raw] = {}
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, Tensor):
-            headers.append(TensorHeader(field.name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
-            tensors.append(value.detach().cpu().contiguous())
-        else:
-            rest[field.name] = msgspec.Raw(_encode(value))
-    return BatchHeader(tuple(headers), rest), tensors
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "columns"}
+    named = [(name, False, value) for name, value in fields.items() if isinstance(value, Tensor)]
+    named += [(name, True, value) for name, value in batch.columns.items()]
+    headers = tuple(
+        TensorHeader(name, column, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, column, tensor in named
+    )
+    rest = {name: msgspec.Raw(_encode(value)) for name, value in fields.items() if not isinstance(value, Tensor)}
+    return BatchHeader(headers, rest), [tensor.detach().cpu().contiguous() for _, _, tensor in named]

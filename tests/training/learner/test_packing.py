@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.training.learner.collate import pack_tokens, trained_samples
+from asyncrl.training.learner.collate import pack_tokens, trained_sequences
 from asyncrl.training.learner.packing import MicroBatch, attention_runs, pack, plan_steps, split_evenly
 from tests.training.batches import make_batch, split_samples
 
@@ -24,18 +24,18 @@ def test_every_trained_sample_is_counted_once_and_groups_stay_whole(
     plans = plan_steps(
         lengths, groups, trained, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches
     )
-    counted = Counter(i for plan in plans for i in plan.samples)
+    counted = Counter(i for plan in plans for i in plan.sequences)
     assert counted == Counter(i for i, keep in enumerate(trained) if keep)
     step_of: dict[int, int] = {}
     for step, plan in enumerate(plans):
         assert len(plan.ranks) == data_parallel
-        for i in plan.samples:
+        for i in plan.sequences:
             assert step_of.setdefault(groups[i], step) == step
         for rank in plan.ranks:
             assert rank  # a rank without micro-batches would hang the others in the gradient reduction
             for micro_batch in rank:
-                assert micro_batch.samples
-                assert len(micro_batch.samples) == 1 or sum(lengths[i] for i in micro_batch.samples) <= max_tokens
+                assert micro_batch.sequences
+                assert len(micro_batch.sequences) == 1 or sum(lengths[i] for i in micro_batch.sequences) <= max_tokens
     assert len(plans) == min(minibatches, len({g for g, keep in zip(groups, trained, strict=True) if keep}))
     sizes = Counter(step_of.values())
     assert not sizes or max(sizes.values()) - min(sizes.values()) <= 1  # groups are spread evenly over the steps
@@ -58,7 +58,7 @@ def test_micro_batches_hold_samples_of_like_length() -> None:
 def test_a_rank_without_samples_gets_an_uncounted_one() -> None:
     (plan,) = plan_steps([9, 5], [0, 0], [True, True], data_parallel=3, max_tokens=100)
     assert sorted(rank[0].counted for rank in plan.ranks) == [False, True, True]
-    assert sorted(plan.samples) == [0, 1]
+    assert sorted(plan.sequences) == [0, 1]
 
 
 @given(lengths=LENGTHS)
@@ -89,10 +89,10 @@ def test_packed_rows_point_at_the_token_before_each_response_token(
     assert packed.targets.tolist() == [t for i in chosen for t in samples[i][0][samples[i][1] :].tolist()]
     assert torch.equal(packed.tokens[packed.rows + 1], packed.targets)
     assert packed.samples.tolist() == [i for i in chosen for _ in range(lengths[i][1])]
-    starts = [sum(r for _, r in lengths[:i]) for i in range(len(lengths))]
-    assert packed.responses.tolist() == [starts[i] + k for i in chosen for k in range(lengths[i][1])]
+    starts = [sum(p + r for p, r in lengths[:i]) + lengths[i][0] for i in range(len(lengths))]
+    assert packed.places.tolist() == [starts[i] + k for i in chosen for k in range(lengths[i][1])]
 
 
 def test_a_sample_is_trained_when_the_mask_keeps_one_of_its_tokens() -> None:
     mask = torch.tensor([False, False, False, True])
-    assert trained_samples(make_batch([(2, 2), (1, 0), (3, 2)], loss_mask=mask)) == [False, False, True]
+    assert trained_sequences(make_batch([(2, 2), (1, 0), (3, 2)], loss_mask=mask)) == [False, False, True]

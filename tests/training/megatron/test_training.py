@@ -77,8 +77,8 @@ class Reference:
         )
 
     def step(self, batch: RolloutBatch, lr: float, temperature: float, grpo: bool) -> dict[str, float]:
-        sizes = batch.response_lengths.tolist()
-        masks, rollout = batch.loss_mask.split(sizes), batch.logprobs.split(sizes)
+        sizes = batch.sampled_lengths.tolist()
+        masks, rollout = (values[batch.sampled].split(sizes) for values in (batch.loss_mask, batch.logprobs))
         advantages = group_advantages(batch.rewards, batch.group_index, normalize=True)
         self.optimizer.zero_grad()
         tokens, entropy, difference, loss = int(batch.loss_mask.sum()), 0.0, 0.0, torch.zeros(())
@@ -139,7 +139,7 @@ def test_sft_steps_equal_transformers_with_adamw_at_temperature_one(model_direct
 
 def only(batch: RolloutBatch, groups: Sequence[int]) -> RolloutBatch:
     """The batch with nothing but these prompt groups to train."""
-    kept = torch.isin(batch.group_index, torch.tensor(groups)).repeat_interleave(batch.response_lengths)
+    kept = torch.isin(batch.group_index, torch.tensor(groups))[batch.token_samples]
     return replace(batch, loss_mask=batch.loss_mask & kept)
 
 
@@ -212,8 +212,7 @@ def train_on_what_the_trainer_sampled(layout: RankLayout, path: Path, train: dic
     results = []
     for step in range(2):
         batch = batch_of(step)
-        batch = make_batch(LENGTHS, groups=GROUPS, temperature=0.8, rollout_id=step, logprobs=trainer.logprobs(batch))
-        results.append(trainer.train(batch))
+        results.append(trainer.train(replace(batch, logprobs=trainer.logprobs(batch))))
     return results
 
 
@@ -231,10 +230,8 @@ def test_agreement_is_measured_before_the_first_update(model_directory: Any, tra
 def poisoned(index: int) -> RolloutBatch:
     """NaN in the rollout log-probs of one sample."""
     batch = batch_of(7)
-    start = int(batch.response_lengths[:index].sum())
-    logprobs = batch.logprobs.clone()
-    logprobs[start : start + int(batch.response_lengths[index])] = torch.nan
-    return make_batch(LENGTHS, groups=GROUPS, rollout_id=7, logprobs=logprobs)
+    poison = batch.sampled & (batch.token_samples == index)
+    return replace(batch, logprobs=batch.logprobs.masked_fill(poison, torch.nan))
 
 
 def train_on_poison(

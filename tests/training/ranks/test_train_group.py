@@ -416,10 +416,11 @@ def test_a_batch_arrives_as_it_was_sent() -> None:
 
     batch = make_batch()
     header, tensors = _split(batch)
-    sent = {h.field for h in header.tensors} | set(header.rest)
-    assert sent == {field.name for field in dataclasses.fields(batch)}
+    sent = {"columns" if h.column else h.name for h in header.tensors} | set(header.rest)
+    assert batch.columns and sent == {field.name for field in dataclasses.fields(batch)}
     assert [tuple(t.shape) for t in tensors] == [h.shape for h in header.tensors]
-    assert all(torch.equal(getattr(batch, h.field), t) for h, t in zip(header.tensors, tensors, strict=True))
+    for h, tensor in zip(header.tensors, tensors, strict=True):
+        assert torch.equal(batch.columns[h.name] if h.column else getattr(batch, h.name), tensor)
 
 
 @pytest.mark.anyio
