@@ -27,9 +27,9 @@ def report(run: Positional[Path]) -> None:
     Args:
         run: The run directory.
     """
-    from asyncrl.observability.report import report as print_report
+    from asyncrl.observability.report import show_report
 
-    print_report(run)
+    show_report(run)
 
 
 @app.command

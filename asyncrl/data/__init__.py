@@ -1,0 +1,1 @@
+"""Prompts in, training batches out: sources, tokenizer, prompt stream, samples, batches, staleness."""

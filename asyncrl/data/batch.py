@@ -1,4 +1,4 @@
-"""RolloutBatch: what the executor hands to the trainer, as flat tensors.
+"""RolloutBatch: the training batch that the executor hands to the trainer, as flat tensors.
 
 Sequences are packed, not padded. A batch has N samples, S sequences and T tokens. Sequence i owns `sequence_lengths[i]`
 consecutive entries of every [T] tensor and belongs to sample `sample_index[i]`.
@@ -7,13 +7,13 @@ A worked example: sample 0 has one turn, sample 1 has one sequence of two turns 
 
     tokens            7 7 4 5 | 7 7 6 8 9 | 3 3 2
     sampled           . . x x | . . x . x | . . x       the policy made these tokens
-    loss_mask         . . x x | . . x . x | . . .       of these a loss may train; here somebody took the last one out
+    loss_mask         . . x x | . . x . x | . . .       a loss may train these tokens; here a filter removed the last
     sequence_lengths  4 5 3
     sample_index      0 1 1
     rewards           1.0 0.0                           one for each sample
 
 Invariants
-- The first token of a sequence is never sampled: nothing stands before it that could predict it.
+- The first token of a sequence is never sampled: no earlier token could predict it.
 - `loss_mask` is a subset of `sampled`; `logprobs` is 0 where nothing was sampled.
 """
 
@@ -34,6 +34,7 @@ class RolloutBatch:
     """One training batch."""
 
     rollout_id: int
+    """Number of the batch in the job, from 0. Its first optimizer step starts from weights of step `rollout_id`."""
     tokens: Tensor
     """int64 [T]: context and sampled tokens of each sequence, one sequence after the other."""
     sequence_lengths: Tensor
@@ -41,56 +42,58 @@ class RolloutBatch:
     sample_index: Tensor
     """int64 [S]: index into `sample_ids`; sequences of one sample need not be adjacent."""
     sampled: Tensor
-    """bool [T]: the policy sampled this token; the others are context."""
+    """bool [T]: True where the policy sampled the token, False for context."""
     logprobs: Tensor
     """float32 [T]: the engine's log-prob of each sampled token, at the sampling temperature; 0 for context."""
     loss_mask: Tensor
-    """bool [T]: a loss may train this token."""
+    """bool [T]: True where a loss may train the token."""
     rewards: Tensor
     """float32 [N]."""
     group_index: Tensor
     """int64 [N]: index into `group_ids`; samples of one group need not be adjacent."""
     group_ids: tuple[str, ...]
+    """Ids of the prompt groups, each once."""
     sample_ids: tuple[str, ...]
+    """[N] ids of the samples, in order."""
     truncated: Tensor
-    """bool [N]: ended by max_new_tokens."""
+    """bool [N]: True where `max_new_tokens` ended the sample."""
     versions: tuple[tuple[VersionSpan, ...], ...]
-    """Per sequence, which weights made which tokens, counted over all tokens of the sequence."""
+    """[S] spans per sequence: which weights made which tokens. Indices count all tokens of the sequence."""
     temperature: float
     """Sampling temperature of `logprobs`; the trainer divides its logits by it."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further numbers for each token by name, float32 [T]: what an algorithm computes over the whole batch."""
+    """float32 [T] by name: further numbers for each token, which an algorithm computes over the whole batch."""
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """N: samples in the batch."""
         return len(self.sample_ids)
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S: sequences in the batch."""
         return len(self.sequence_lengths)
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """int64 [S]: sampled tokens of each sequence."""
+        """int64 [S]: number of sampled tokens in each sequence."""
         before = torch.cat([torch.zeros(1, dtype=torch.int64), self.sampled.cumsum(0)])
         ends = self.sequence_lengths.cumsum(0)
         return before[ends] - before[ends - self.sequence_lengths]
 
     @property
     def token_samples(self) -> Tensor:
-        """int64 [T]: the sample of each token."""
+        """int64 [T]: index of the sample that each token belongs to."""
         return self.sample_index.repeat_interleave(self.sequence_lengths)
 
     @property
     def sequence_groups(self) -> Tensor:
-        """int64 [S]: the group of each sequence."""
+        """int64 [S]: index of the group that each sequence belongs to."""
         return self.group_index[self.sample_index]
 
     @classmethod
     def from_groups(cls, rollout_id: int, groups: Sequence[SampleGroup], temperature: float) -> RolloutBatch:
-        """Packs the scored samples of `groups`; one without a reward is left out, its group's other samples stay."""
+        """Packs the samples of `groups` that have a reward; leaves out the others."""
         samples: list[Sample] = []
         group_index: list[int] = []
         for i, group in enumerate(groups):

@@ -1,7 +1,7 @@
-"""From records to tokenised prompts: fields checked, rendered, encoded, and the over-long ones dealt with.
+"""From records to tokenised prompts: checks the fields, renders, encodes, and handles prompts that are too long.
 
-Everything is checked before the first step, so that a bad line ends the run at its start and not in its night;
-the price is memory: about 0.5 kB per prompt beside its text.
+All records are checked before the first step, so a bad line ends the run at its start and not hours later. The price
+is memory: about 0.5 kB per prompt beside its text.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from asyncrl.errors import ConfigError, DataError
 
 log = structlog.get_logger(__name__)
 
-_CHUNK = 512  # prompts encoded in one call of the tokenizer
+_CHUNK = 512  # prompts per tokenizer call
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Every usable prompt of a source, in the source's order."""
+    """All usable prompts of a source."""
 
     prompts: tuple[Prompt, ...]
+    """In the source's order."""
     dropped_overlong: int
-    """Prompts left out because they leave no room for a response."""
+    """Number of prompts left out because they leave no room for a response."""
     max_prompt_tokens: int
-    """Longest prompt that leaves room for one."""
+    """Length of the longest prompt that leaves room for a response."""
 
 
 def load_prompts(
@@ -41,8 +42,9 @@ def load_prompts(
 ) -> PromptSet:
     """Reads, renders and encodes the prompts of `config`. Blocks: call it in a thread.
 
-    `max_prompt_tokens` is the context less the longest response. `where` names the setting in messages.
-    Raises DataError (missing, empty, malformed, lacking a field) and ConfigError (chat template).
+    `max_prompt_tokens` is the context length minus the longest response. `where` names the setting in messages.
+    Raises DataError for a missing, empty or malformed source or a missing field; ConfigError for a chat setting that
+    the tokenizer does not support.
     """
     render = prompt_renderer(config, tokenizer, where)
     prompts: list[Prompt] = []
@@ -79,7 +81,11 @@ def load_prompts(
 
 
 def prompt_renderer(config: DataConfig, tokenizer: PolicyTokenizer, where: str) -> Callable[[Record], str]:
-    """How a record of this source becomes text: through the chat template, or as it stands."""
+    """Returns the function that renders a record as text: through the chat template, or unchanged.
+
+    Raises ConfigError for a chat setting that the tokenizer does not support. The returned function raises DataError
+    for a record that it cannot render.
+    """
     chat = tokenizer.uses_chat_template(config.chat_template)
     if config.system_prompt is not None and not chat:
         raise ConfigError(
@@ -108,7 +114,7 @@ def prompt_renderer(config: DataConfig, tokenizer: PolicyTokenizer, where: str) 
 
 
 def required_field(record: Record, key: str, where: str, setting: str) -> Any:
-    """The field `key`, or a DataError that lists what the record has."""
+    """Returns field `key`; raises DataError, which lists the fields of the record, if it is missing."""
     if key not in record.fields:
         found = ", ".join(map(str, record.fields)) or "nothing"
         raise DataError(f'{where}: {record.place}: field "{key}" is missing (found: {found}); set {where}.{setting}')
@@ -116,7 +122,7 @@ def required_field(record: Record, key: str, where: str, setting: str) -> Any:
 
 
 def chunks(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
-    """Consecutive runs of at most `size` records."""
+    """Yields consecutive lists of at most `size` records."""
     iterator = iter(records)
     while chunk := list(itertools.islice(iterator, size)):
         yield chunk
@@ -132,7 +138,7 @@ def _answer(record: Record, config: DataConfig, where: str) -> str | None:
 
 
 def _defect_of_messages(value: Any) -> str | None:
-    """Why `value` is no conversation: `message 1 has no `content` (found: role, text)`; None where it is one."""
+    """Why `value` is not a list of chat messages: `message 1 has no `content` (found: role)`. None if it is one."""
     if not isinstance(value, list):
         return f"it is {type(value).__name__}"
     if not value:

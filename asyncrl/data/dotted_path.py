@@ -1,7 +1,7 @@
 """`package.module:function`: how a configuration names the user's own code.
 
-The current working directory is importable, as it is for `python script.py`, so a function in a
-file next to the recipe is found without installing anything.
+The current working directory is importable, as it is for `python script.py`. So the user can name a function in a file
+beside the recipe without installing anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from asyncrl.errors import AsyncRLError
 
 
 def resolve_dotted_path(path: str, *, setting: str, error: type[AsyncRLError]) -> Callable[..., Any]:
-    """Imports the function that `setting` names; any defect becomes one `error` that says which step failed."""
+    """Imports and returns the function at `path`, the value of `setting`.
+
+    Raises `error`, which says which step failed, for any defect.
+    """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise error(f"{setting}: {path!r} is not of the form package.module:function")

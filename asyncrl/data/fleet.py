@@ -1,6 +1,6 @@
-"""What the controller tells others about its engines: addresses and versions as frozen data.
+"""Frozen records in which the controller tells other parts about its engines: addresses, states, versions.
 
-Nothing here can reach an engine's process; whoever holds one of these can only talk to its url.
+None of them gives access to an engine's process. The holder of a record can only send requests to the engine's URL.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from enum import StrEnum
 from typing import Literal
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-"""Request header by which a router of policy `manual` or `consistent_hashing` keeps requests together. It passes it on
-to the engine, which ignores it."""
+"""Request header by which a router of policy `manual` or `consistent_hashing` sends requests to the same engine. The
+router passes the header on; the engine ignores it."""
 
 
 def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> str | None:
-    """Value of that header for a request of sample `sample_id` (`group.index`); None where none is to be sent.
+    """Returns the routing key for a request of sample `sample_id` (`group.index`); None to send no header.
 
-    A conversation is a sample: all its turns carry the same key (what is sent again after a failure of the engine
-    excepted, which is to go elsewhere).
+    A conversation is one sample, so all its turns carry the same key. After a failure the client changes the key, so
+    that the request may reach another engine.
     """
     if sticky == "off":
         return None
@@ -27,46 +27,51 @@ def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> st
 
 
 ACTOR = "actor"
-"""Name of the model that is trained."""
+"""Name of the model that the job trains."""
 
 
 class EngineState(StrEnum):
-    """Where an engine stands in its life (design section 4)."""
+    """State of an engine; `inference/engines/lifecycle.py` has the transitions."""
 
-    STARTING = "starting"
-    PENDING_WEIGHTS = "pending_weights"
-    SERVING = "serving"
-    UPDATING = "updating"
-    OFFLOADED = "offloaded"
-    DRAINING = "draining"
-    QUARANTINED = "quarantined"
-    STOPPED = "stopped"
-    DEAD = "dead"
+    STARTING = "starting"  # the process runs and does not answer yet
+    PENDING_WEIGHTS = "pending_weights"  # it answers, and lacks the published weights
+    SERVING = "serving"  # it generates
+    UPDATING = "updating"  # paused for a weight update
+    OFFLOADED = "offloaded"  # its GPU memory is released to the trainer
+    DRAINING = "draining"  # it finishes its requests and gets no new ones
+    QUARANTINED = "quarantined"  # it failed, and the controller is ending its process
+    STOPPED = "stopped"  # ended on request
+    DEAD = "dead"  # its process ended, or could not be started
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint:
-    """One engine as a peer of the weight transfer sees it."""
+    """Address of one engine, for the weight transfer."""
 
     engine_id: str
+    """Name, as in logs: `engine-0`."""
     generation: int
-    """Counts the processes that bore this id; an ack from an older one is void."""
+    """Number of processes started under this id so far; an ack from an older process is void."""
     url: str
+    """HTTP address of the engine itself, not of the router."""
     tensor_parallel: int
+    """Tensor-parallel ranks of the engine."""
     gpus: tuple[int, ...] = ()
     """GPUs of the engine; empty on CPU."""
     colocated: bool = False
-    """Shares its GPUs with trainer ranks: weights go by tensor handover."""
+    """True if the engine shares its GPUs with trainer ranks; then weights go by tensor handover."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
+    """One engine with its state and weights, at one moment."""
+
     endpoint: EngineEndpoint
     state: EngineState
     version: str | None
-    """Published version that the engine holds; None before the first, and of a model that never changes."""
+    """Published version that the engine holds; None before the first one, and for a model whose weights are fixed."""
     model: str = ACTOR
-    """What it serves: the trained model, one of [models.NAME], or `eval`."""
+    """Model that it serves: the trained one, one of [models.NAME], or `eval`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,51 +79,61 @@ class FleetView:
     """A snapshot of the fleet."""
 
     router_url: str
+    """Router of the trained model."""
     published_version: str | None
+    """Latest version that was published; None before the first publication."""
     engines: tuple[EngineStatus, ...]
-    """Those of the trained model first."""
+    """All engines, those of the trained model first."""
     model_urls: Mapping[str, str] = field(default_factory=dict)
-    """Routers of models that never change, by name."""
+    """Routers of the models whose weights are fixed, by model name."""
     metrics_urls: Mapping[str, str] = field(default_factory=dict)
-    """Where Prometheus reads the numbers of each router, by the name of the model that it serves."""
+    """Prometheus endpoint of each router, by model name."""
     needs_publication: bool = False
-    """All engines lost the published weights, and no copy is left that they could load: only a publication of the
-    trainer's weights (of the same version, where it holds the same) makes them serve again."""
+    """True if every engine lost the published weights and no copy is left to load. The engines serve again only when
+    the trainer publishes its weights again (as the same version, if it still holds that one)."""
 
     @property
     def serves(self) -> bool:
-        """Whether an engine of the trained model generates."""
+        """True if at least one engine of the trained model generates."""
         return any(status.model == ACTOR and status.state is EngineState.SERVING for status in self.engines)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalFleetInfo:
-    """Engines that only evaluate, all of which hold one checkpoint."""
+    """Engines that only evaluate; all of them hold the weights of one checkpoint."""
 
     router_url: str
+    """Router in front of them."""
     version: str
-    """Of the checkpoint; every token that they make is stamped with it."""
+    """Version of the checkpoint; the engines stamp every token with it."""
     engine_urls: tuple[str, ...]
+    """Addresses of the engines themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateLease:
-    """The right to bring `engines` to `version`: they are paused and stamped torn until commit or abort."""
+    """The right to bring `engines` to `version`. They stay paused and stamped as torn until commit or abort."""
 
     lease_id: str
+    """Unique in the job: `lease-3`."""
     version: str
+    """Version that the engines get."""
     paused_at: float
     """Monotonic time (anyio.current_time) at which the first engine stopped generating."""
     deadline: float
     """Monotonic time (anyio.current_time) after which the controller takes the engines back."""
     engines: tuple[EngineEndpoint, ...]
+    """Engines that take part."""
     settle_s: float
-    """Longest that the controller takes to commit the lease, or to take the engines back: it goes by their weights."""
+    """Longest time, in seconds, that the controller needs to commit the lease or to take the engines back. It grows
+    with the size of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateAck:
-    """One engine received all of a publication."""
+    """Confirms that one engine received all weights of a publication."""
 
     engine_id: str
+    """Engine that confirms."""
     generation: int
+    """Its `EngineEndpoint.generation`."""

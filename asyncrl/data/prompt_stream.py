@@ -1,9 +1,9 @@
-"""PromptStream: prompts without end, epoch after epoch, from a place that can be saved and found again.
+"""PromptStream: endless prompts, epoch after epoch, with a position that can be saved and restored.
 
 Invariants
-- Each epoch draws every prompt exactly once; its order follows from (seed, epoch) alone, on any machine and version.
-- A draw is known by its `ordinal`, counted over all epochs: never used twice, the same after a resume.
-- A place is found again only in the same prompts: in their order, as tokens, with their answers.
+- Each epoch draws every prompt exactly once. The order depends on (seed, epoch) alone, on any machine and version.
+- Each draw has an `ordinal`, counted over all epochs. No ordinal is used twice, and a resume keeps them.
+- A position can be restored only over the same prompts: same order, same tokens, same answers.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ class PromptDraw:
     """One prompt taken from the stream."""
 
     ordinal: int
-    """Number of this draw since the stream's beginning."""
+    """Number of this draw since the beginning of the stream, from 0."""
     epoch: int
+    """Epoch that the draw belongs to, from 0."""
     prompt: Prompt
 
 
 class PromptStream:
-    """Draws from `prompts` for ever."""
+    """Draws from a list of prompts without end."""
 
     def __init__(
         self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, max_prompt_tokens: int | None = None
     ) -> None:
-        """Reads all prompts once, which takes seconds where there are millions.
+        """Hashes all prompts once, which takes seconds for millions of prompts.
 
-        `prompts` are what is left of the data without those over `max_prompt_tokens`; None: all of it.
+        `max_prompt_tokens` is the limit over which prompts were left out of `prompts` (None: no limit). It only makes
+        the message of `restore` precise. Raises DataError when there are no prompts.
         """
         if not prompts:
             raise DataError("a prompt stream needs at least one prompt")
@@ -55,7 +57,7 @@ class PromptStream:
 
     @classmethod
     def of(cls, prompts: PromptSet, config: DataConfig) -> PromptStream:
-        """What was loaded, in the order that `config` asks for."""
+        """Streams `prompts` in the order that `config` asks for."""
         longest = prompts.max_prompt_tokens
         return cls(prompts.prompts, seed=config.seed, shuffle=config.shuffle, max_prompt_tokens=longest)
 
@@ -69,19 +71,20 @@ class PromptStream:
         return self._ordinal // len(self._prompts)
 
     def draw(self) -> PromptDraw:
+        """Takes the next prompt."""
         drawn = self.at(self._ordinal)
         self._ordinal += 1
         return drawn
 
     def at(self, ordinal: int) -> PromptDraw:
-        """The draw with this number, whether it was drawn or not; moves nothing."""
+        """Returns the draw with this number, taken or not yet taken. Does not move the stream."""
         epoch, position = divmod(ordinal, len(self._prompts))
         if epoch != self._order_epoch:
             self._order_epoch, self._order = epoch, _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
         return PromptDraw(ordinal, epoch, self._prompts[self._order[position]])
 
     def num_rollouts_per_epoch(self, prompts_per_step: int) -> int:
-        """Whole batches in one epoch; DataError when there is not even one."""
+        """Returns the number of whole batches in one epoch; raises DataError if there is none."""
         whole = len(self._prompts) // prompts_per_step
         if whole == 0:
             raise DataError(
@@ -91,7 +94,7 @@ class PromptStream:
         return whole
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as plain JSON types."""
+        """Returns the position, as plain JSON types, for `restore`."""
         return {
             "ordinal": self._ordinal,
             "seed": self._seed,
@@ -102,31 +105,31 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues at `state`; DataError when it belongs to other data or another order."""
+        """Moves to the position `state`; raises DataError when it belongs to other data or another order."""
         mine = self.state()
         differing = [name for name in ("seed", "shuffle", "size", "fingerprint") if state.get(name) != mine[name]]
         if differing:
             name = differing[0]
             what = f"{name} was {state.get(name)!r}, is {mine[name]!r}"
             if name == "fingerprint":
-                what = "prompts, answers or their order were changed, or are rendered or tokenised in another way"
+                what = "prompts, answers or their order have changed, or are rendered or tokenised in another way"
             longest = state.get("max_prompt_tokens", self._max_prompt_tokens)
             if name in ("size", "fingerprint") and longest != self._max_prompt_tokens:
                 raise DataError(
-                    f"the saved place in the prompt data does not fit: {what}. Prompts over {self._max_prompt_tokens} "
-                    f"tokens are left out now, since they leave no room for a response, and those over {longest} when "
-                    "it was saved; set rollout.max_new_tokens, model.context_length and engine.max_total_tokens as "
-                    "they were"
+                    f"the saved position in the prompt data does not fit: {what}. Prompts over "
+                    f"{self._max_prompt_tokens} tokens are left out now, because they leave no room for a response; "
+                    f"when the position was saved, the limit was {longest}. Set rollout.max_new_tokens, "
+                    "model.context_length and engine.max_total_tokens back to their values of that run"
                 )
             raise DataError(
-                f"the saved place in the prompt data does not fit: {what}; resume with the data and seed that the run "
-                "began with"
+                f"the saved position in the prompt data does not fit: {what}; resume with the data and seed that the "
+                "run began with"
             )
         self._ordinal = int(state["ordinal"])
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Of what is asked and what is expected; an id alone would be the same after a line of the data was mended."""
+    """Hash of the ids, tokens and answers. An id alone stays the same when a line of the data is edited."""
     digest = blake2b(digest_size=8)
     for prompt in prompts:
         for part in (
@@ -144,7 +147,10 @@ def _bytes(answer: str | None) -> bytes:
 
 
 def _epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-    """int64 [size]: sorts random keys, as PCG64's raw stream is fixed across numpy versions (`permutation` is not)."""
+    """int64 [size]: the order of one epoch.
+
+    Sorts random keys, because PCG64's raw stream is the same in all numpy versions and `permutation` is not.
+    """
     if not shuffle:
         return np.arange(size, dtype=np.int64)
     keys = np.random.PCG64([seed & (2**63 - 1), epoch]).random_raw(size)

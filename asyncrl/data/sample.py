@@ -1,22 +1,22 @@
-"""What moves between data source, engine client and reward: prompts, turns, sequences, samples, groups.
+"""The records that move between data source, engine client and reward: prompts, turns, sequences, samples, groups.
 
-A *turn* is one request to an engine: ids that the policy read, ids that it sampled. A *sequence* is one row to train:
-turns of which each continues the ids of the one before. A *sample* is one attempt at a prompt: 1..n sequences under one
-reward. A single answer is a sample of one sequence of one turn.
+A *turn* is one request to an engine: the ids that the policy read and the ids that it sampled. A *sequence* is one row
+to train: turns, each of which continues the ids of the turn before. A *sample* is one attempt at a prompt: 1..n
+sequences under one reward. A single answer is a sample of one sequence of one turn.
 
     prompt      answer   tool says   answer          one sequence of two turns
     [7 7 7]     [4 5]    [8 8]       [6 9 2]         token_ids  7 7 7 4 5 8 8 6 9 2
     context     output   context     output          sampled    . . . x x . . x x x
                                                      spans      (0.3, 3, 5) (0.3, 7, 8) (0.4, 8, 10)
 
-The second answer was begun by weights 0.3 and finished by weights 0.4. Had the program edited the history before its
-second request, the request would not continue the first turn: it would begin a second sequence of the same sample.
+Weights 0.3 began the second answer and weights 0.4 finished it. If the program edits the history before its second
+request, that request does not continue the first turn. It begins a second sequence of the same sample.
 
 Invariants
-- Token ids and log-probs are kept exactly as sampled; nothing is ever tokenised again.
-- A group is known by `group_id`, a sample by `sample_id`; never by position or text.
-- Everything here is frozen and free of torch. Records that exist once per sample or more often are msgspec Structs:
-  these are made ten times as fast as frozen dataclasses, and the garbage collector never visits them.
+- Token ids and log-probs stay exactly as sampled. No text is tokenised again.
+- `group_id` identifies a group and `sample_id` a sample; position and text never do.
+- All records are frozen and free of torch. Records that exist once per sample or more often are msgspec Structs:
+  Python creates them ten times as fast as frozen dataclasses, and the garbage collector never visits them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
+"""Why a turn ended: a stop token, `max_new_tokens`, or the engine gave it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +37,26 @@ class Prompt:
     """One prompt, tokenised."""
 
     prompt_id: str
-    """Stable name: epoch-independent, unique in the source (for example `train.jsonl:17`)."""
+    """Stable name, the same in all epochs and unique in the source (for example `train.jsonl:17`)."""
     text: str
     """The rendered prompt as text."""
     token_ids: NDArray[np.int32]
     """Token ids, int32 [tokens]."""
     answer: str | None = None
-    """Reference answer for the reward, where there is one."""
+    """Reference answer for the reward, if there is one."""
     record: dict[str, Any] = field(default_factory=dict)
-    """The source's own fields, for rewards that need more."""
+    """All fields of the source's record, for rewards that need more than the answer."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, end) were made by weights `version` (`attempt.step`). Counted in the tokens of its owner."""
+    """Weights `version` (`attempt.step`) made tokens [start, end) of the turn, sequence or sample that has the span."""
 
     version: str
     start: int
     end: int
 
     def moved(self, tokens: int) -> VersionSpan:
-        """The same span where `tokens` tokens stand before those that it was counted in."""
+        """Returns the span shifted by `tokens`, for an owner that has so many more tokens in front."""
         return VersionSpan(self.version, self.start + tokens, self.end + tokens) if tokens else self
 
 
@@ -63,9 +64,9 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """One request to an engine, as part of a sequence."""
 
     context_ids: NDArray[np.int32]
-    """int32 [context tokens]: what the policy read since the turn before; the whole prompt in the first turn."""
+    """int32 [context tokens]: what the policy read since the previous turn; in the first turn, the whole prompt."""
     output_ids: NDArray[np.int32]
-    """int32 [output tokens]: what it sampled, including the stop token where one was sampled."""
+    """int32 [output tokens]: what the policy sampled, including the stop token if it sampled one."""
     logprobs: NDArray[np.float32]
     """float32 [output tokens]: log softmax(logits / temperature) of each sampled token."""
     versions: tuple[VersionSpan, ...]
@@ -73,17 +74,17 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenSequence(msgspec.Struct, frozen=True, gc=False):
-    """One row to train: turns, each of which continues all tokens of the one before."""
+    """One row to train: turns, each of which continues all tokens of the turns before."""
 
     turns: tuple[Turn, ...]
     """At least one."""
 
     def __len__(self) -> int:
-        """Tokens of all turns, context and output."""
+        """Number of tokens in all turns, context and output."""
         return sum(len(turn.context_ids) + len(turn.output_ids) for turn in self.turns)
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Which weights made which tokens, counted over all tokens of the sequence; context is in no span."""
+        """Which weights made which tokens. Indices count all tokens of the sequence; no span covers context."""
         spans: list[VersionSpan] = []
         before = 0
         for turn in self.turns:
@@ -100,22 +101,24 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 class Sample(msgspec.Struct, frozen=True, gc=False):
     """One attempt at a prompt, as the engine sampled it.
 
-    `prompt_ids`, `output_ids`, `logprobs` and `versions` are views for rewards and figures. Where a sample has several
-    turns, the last three join what was sampled in all of them and leave the context between them out.
+    `prompt_ids`, `output_ids`, `logprobs` and `versions` are views for rewards and metrics. For a sample of several
+    turns, the last three join the sampled tokens of all turns and leave out the context between them.
     """
 
     sample_id: str
+    """Unique in the job: `group.index`."""
     group_id: str
+    """Group that the sample belongs to."""
     sequences: tuple[TokenSequence, ...]
-    """Rows to train; none where generation failed."""
+    """Rows to train; empty if generation failed."""
     finish_reason: FinishReason
-    """Of the last turn."""
+    """Why the last turn ended."""
     text: str
-    """The response decoded, without end tokens; what a reward reads."""
+    """The decoded response without end tokens; rewards read it."""
     reward: float | None = None
-    """None until scored, and where scoring failed."""
+    """None until the sample is scored, and if scoring failed."""
     failure: str | None = None
-    """Why there is no usable sample or reward (for example `reward timeout after 30 s`)."""
+    """Why generation or scoring failed (for example `reward timeout after 30 s`); None if they did not."""
 
     @classmethod
     def of_turn(
@@ -128,7 +131,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
         text: str,
         reward: float | None = None,
     ) -> Sample:
-        """A sample of one sequence of one turn."""
+        """Makes a sample of one sequence of one turn."""
         return cls(sample_id, group_id, (TokenSequence((turn,)),), finish_reason, text, reward)
 
     @property
@@ -145,7 +148,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [sampled tokens]."""
+        """int32 [sampled tokens]: the output of all turns."""
         turns = self.turns
         return (
             turns[0].output_ids if len(turns) == 1 else np.concatenate([_NO_IDS, *(turn.output_ids for turn in turns)])
@@ -153,7 +156,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """float32 [sampled tokens]."""
+        """float32 [sampled tokens]: the log-prob of each of `output_ids`."""
         turns = self.turns
         return (
             turns[0].logprobs if len(turns) == 1 else np.concatenate([_NO_LOGPROBS, *(turn.logprobs for turn in turns)])
@@ -161,7 +164,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which weights made which of the sampled tokens."""
+        """Which weights made which of `output_ids`."""
         turns = self.turns
         if len(turns) == 1:
             return turns[0].versions
@@ -175,8 +178,10 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one prompt: the unit that is admitted, trained, filtered or dropped."""
+    """All samples of one prompt: the unit that the executor admits, delivers, filters or drops."""
 
     group_id: str
+    """Unique in the job."""
     prompt: Prompt
     samples: tuple[Sample, ...]
+    """All of them, also those that failed."""

@@ -1,7 +1,7 @@
-"""Rollout batches as files, to be looked at and trained again: tensors as safetensors, all else as JSON beside them.
+"""Rollout batches as files, for inspection and replay: tensors as safetensors, everything else as JSON beside them.
 
 Invariants
-- The JSON file comes last and goes first: where it is, the tensors beside it are those of the same batch.
+- The JSON file is written last and removed first. If it exists, the tensors beside it belong to the same batch.
 - No pickle.
 """
 
@@ -26,9 +26,10 @@ from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import DataError
 
 FORMAT = 2
-"""Raised when a reader of the former number could not read the files. 1 had tensors over response tokens only."""
+"""Number of the file format; it grows when older readers cannot read the files. Format 1 had tensors over response
+tokens only."""
 ROLLOUTS = "rollouts"
-"""Directory in that of a run where `debug.save_rollouts` keeps its batches."""
+"""Name of the folder in the run directory where `debug.save_rollouts` keeps its batches."""
 _COLUMN = "columns."
 _NAME = re.compile(r"rollout-(\d{6,})\.json")
 
@@ -37,20 +38,24 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedBatch:
-    """A batch, and what was said of it."""
+    """A batch read from files, with the facts that were saved beside it."""
 
     batch: RolloutBatch
     facts: Mapping[str, Any]
+    """Plain JSON types, as `save_batch` got them."""
 
 
 def batch_paths(directory: Path, rollout_id: int) -> tuple[Path, Path]:
-    """Where `save_batch` writes: tensors, and everything else."""
+    """Returns the paths that `save_batch` writes: the tensors, and the JSON file."""
     stem = directory / f"rollout-{rollout_id:06d}"
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
 def save_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -> Path:
-    """Writes the batch and plain JSON `facts`; returns the path of the tensors. Raises OSError, SafetensorError."""
+    """Writes the batch and `facts` (plain JSON types); returns the path of the tensors.
+
+    Raises OSError or SafetensorError when the files cannot be written.
+    """
     tensors_path, json_path = batch_paths(directory, batch.rollout_id)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
@@ -67,7 +72,7 @@ def save_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -
 
 
 def keep_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -> None:
-    """As `save_batch`, but a full disk costs the copy and not the run: it warns."""
+    """Like `save_batch`, but only warns when the files cannot be written: a full disk must not end the run."""
     try:
         save_batch(batch, directory, facts)
     except (OSError, SafetensorError) as error:
@@ -75,7 +80,7 @@ def keep_batch(batch: RolloutBatch, directory: Path, facts: Mapping[str, Any]) -
 
 
 def saved_rollouts(directory: Path) -> tuple[int, ...]:
-    """Rollout ids of the batches in a directory, in order. Raises DataError where it cannot be read."""
+    """Returns the rollout ids of the batches in a directory, ascending. Raises DataError if it cannot be read."""
     try:
         names = [_NAME.fullmatch(path.name) for path in directory.iterdir()]
     except OSError as error:
@@ -84,7 +89,7 @@ def saved_rollouts(directory: Path) -> tuple[int, ...]:
 
 
 def load_batch(directory: Path, rollout_id: int) -> SavedBatch:
-    """Reads what `save_batch` wrote. Raises DataError, which names the file."""
+    """Reads a batch that `save_batch` wrote. Raises DataError, which names the file."""
     tensors_path, json_path = batch_paths(directory, rollout_id)
     try:
         facts = json.loads(json_path.read_text())
@@ -108,5 +113,5 @@ def load_batch(directory: Path, rollout_id: int) -> SavedBatch:
     except OSError as error:
         raise DataError(f"{error.filename or tensors_path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise DataError(f"{json_path} or the tensors beside it are no saved batch: {error}") from error
+        raise DataError(f"{json_path} and the tensors beside it are not a saved batch: {error}") from error
     return SavedBatch(batch, facts)

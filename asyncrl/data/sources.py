@@ -1,8 +1,8 @@
-"""Where records come from: files, Hugging Face directories, generated tasks, the user's own function.
+"""Sources of records: files, Hugging Face directories, generated tasks, the user's own function.
 
-A source yields records one by one, each with a name for messages (`data/train.jsonl line 17`) and a stable id
-(`train.jsonl:17`). Nothing is known here of prompts or tokens. Every defect of the data is one DataError that names
-the place; `where` is the setting it came from (`data`, `eval.data`, `warmup`).
+A source yields records one by one, each with a place for messages (`data/train.jsonl line 17`) and a stable id
+(`train.jsonl:17`). This module knows nothing of prompts or tokens. Every defect of the data raises one DataError that
+names the place. `where` is the setting that named the source (`data`, `eval.data`, `warmup`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import ConfigError, DataError
 
-_GENERATED_SIZE = 1000  # records of a generated task when no size is given; reasoning-gym's own default is 500
+_GENERATED_SIZE = 1000  # records of a generated task if no size is set; reasoning-gym's own default is 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,18 @@ class Record:
     """One record of a source."""
 
     record_id: str
-    """Stable and unique within the source."""
+    """Stable, and unique within the source: `train.jsonl:17`."""
     place: str
-    """Where it stands, for messages."""
+    """Where the record is, for messages: `data/train.jsonl line 17`."""
     fields: dict[str, Any]
+    """Values by field name, as the source has them."""
 
 
 def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]:
-    """Yields the records that `config` names, `config.size` at most. Raises DataError, also while iterating."""
+    """Yields the records of the source in `config`, at most `config.size`.
+
+    Raises ConfigError without a source, and DataError for a source that cannot be read; also while iterating.
+    """
     source = config.source
     if not source:
         raise ConfigError(
@@ -99,7 +103,7 @@ _READERS = {".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def _directory(path: Path, config: DataConfig, where: str) -> Iterator[Record]:
-    """A dataset saved with `save_to_disk`, or any directory of .parquet or .jsonl files."""
+    """Reads a dataset saved with `save_to_disk`, or any directory of .parquet or .jsonl files."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(path, config.split, where)
     for suffix in (".parquet", ".jsonl"):
@@ -111,7 +115,10 @@ def _directory(path: Path, config: DataConfig, where: str) -> Iterator[Record]:
 
 
 def _files_of_split(path: Path, files: list[Path], split: str | None, where: str) -> list[Path]:
-    """Files whose name, or folder, begins with the split: `train-00000-of-00001.parquet`, `train/0.parquet`."""
+    """Picks the files whose name or folder begins with the split: `train-00000-of-00001.parquet`, `train/0.parquet`.
+
+    Without a split, picks `train`, or all files if none belongs to it.
+    """
 
     def belongs(file: Path, name: str) -> bool:
         return any(
@@ -133,7 +140,7 @@ def _saved_dataset(path: Path, split: str | None, where: str) -> Iterator[Record
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # datasets raises many kinds for a damaged directory
+    except Exception as error:  # datasets raises errors of many kinds for a damaged directory
         raise DataError(f"{where}.source: {path} is not a readable dataset directory ({error})") from error
     if isinstance(loaded, datasets.DatasetDict):
         name = split or ("train" if "train" in loaded else next(iter(loaded), None) if len(loaded) == 1 else None)
@@ -147,7 +154,7 @@ def _saved_dataset(path: Path, split: str | None, where: str) -> Iterator[Record
 
 
 def _reasoning_gym(config: DataConfig, where: str) -> Iterator[Record]:
-    """Entries of a procedural task; question and answer are found under `prompt_key` and `answer_key` too."""
+    """Yields entries of a procedural task, with question and answer also under `prompt_key` and `answer_key`."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -172,7 +179,7 @@ def _reasoning_gym(config: DataConfig, where: str) -> Iterator[Record]:
 
 
 def _function(config: DataConfig, where: str) -> Iterator[Record]:
-    """Calls the user's function with `args`, and with `seed` and `size` where it has parameters of these names."""
+    """Calls the user's function with `args`, and with `seed` and `size` if it has parameters of these names."""
     function = resolve_dotted_path(config.source, setting=f"{where}.source", error=DataError)
     parameters = inspect.signature(function).parameters
     offered = {"seed": config.seed} | ({"size": config.size} if config.size is not None else {})
@@ -188,7 +195,7 @@ def _function(config: DataConfig, where: str) -> Iterator[Record]:
             number += 1
     except DataError:
         raise
-    except Exception as error:  # the user's own code
+    except Exception as error:  # the user's function may raise anything
         raise DataError(
             f"{where}: {config.source} failed after {number} records ({type(error).__name__}: {error})"
         ) from error

@@ -1,9 +1,9 @@
-"""Staleness: optimizer steps between the weights that made a token and those that it trains. Pure.
+"""Staleness: the number of optimizer steps between the weights that made a token and the weights that it trains. Pure.
 
-Batch j is trained by m optimizer steps, in one pass over it or several, the first of them on weights of step j. A token
-made by weights of step v (version `attempt.v`, v batches trained) has a staleness of m·(j - v) at the first of these
-steps and m - 1 more at the last. `Bound.check` holds the invariant of the whole project: nothing is trained that is
-staler than `max_staleness`.
+The trainer takes m optimizer steps on batch j, in one pass over it or several; the first step starts from weights of
+step j. A token made by weights of step v (version `attempt.v`, v batches trained) has a staleness of m·(j - v) at the
+first of these steps and m - 1 more at the last. `Bound.check` enforces the invariant of the whole project: no token
+that is staler than `max_staleness` is trained.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from asyncrl.config.checks.staleness import max_staleness
 from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import StalenessError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.batch import RolloutBatch
 
 
 def step_of(version: str) -> int | None:
-    """Batches trained into the weights `attempt.step`; None for a stamp that is not of this form."""
+    """Returns the step of version `attempt.step`: batches trained into these weights. None for any other text."""
     attempt, _, step = version.partition(".")
     return int(step) if attempt.isdecimal() and step.isdecimal() else None
 
 
 def oldest_step(versions: Iterable[VersionSpan]) -> int | None:
-    """Step of the oldest weights among spans; None where one of them tells no step."""
+    """Returns the step of the oldest weights among spans; None if the version of one of them names no step."""
     oldest: int | None = None
     for span in versions:
         step = step_of(span.version)
@@ -40,28 +40,29 @@ def oldest_step(versions: Iterable[VersionSpan]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How stale a token may be."""
+    """The largest staleness that a token may have."""
 
     max_staleness: int
-    """Optimizer steps."""
+    """In optimizer steps."""
     optimizer_steps: int
-    """m: taken on each batch, all passes together."""
+    """m: optimizer steps on each batch, over all passes."""
 
     @classmethod
     def of(cls, config: Config) -> Bound:
+        """Returns the bound of a job."""
         return cls(max_staleness(config), config.train.optimizer_steps_per_batch)
 
     @property
     def batches(self) -> int:
-        """The bound in batches: weights of step v may make tokens of batch v + batches, and of none later."""
+        """The bound in batches: weights of step v may make tokens for batch v + `batches`, and for no later batch."""
         return (self.max_staleness + 1) // self.optimizer_steps - 1
 
     def staleness(self, rollout_id: int, step: int) -> int:
-        """Of a token made by weights of `step`, at the last optimizer step of batch `rollout_id`."""
+        """Returns the staleness of a token made by weights of `step`, at the last optimizer step of `rollout_id`."""
         return self.optimizer_steps * (rollout_id - step + 1) - 1
 
     def check(self, batch: RolloutBatch) -> None:
-        """Raises StalenessError when a token is too stale to be trained, or made by weights that are not behind it."""
+        """Raises StalenessError if a token is too stale, or weights of a later step or another job made it."""
         for sample, spans in zip(batch.sample_index.tolist(), batch.versions, strict=True):
             for span in spans:
                 step = step_of(span.version)
@@ -75,9 +76,9 @@ class Bound:
 
     def _why(self, rollout_id: int, step: int | None) -> str:
         if step is None:
-            return "that is no version of this job (attempt.step)"
+            return "that is not a version of this job (attempt.step)"
         if step > rollout_id:
-            return "weights of that step came after it, in an attempt that was rolled back"
+            return "weights of that step are newer than the batch; they come from an attempt that was rolled back"
         return (
             f"their staleness is {self.optimizer_steps} * ({rollout_id} - {step} + 1) - 1 = "
             f"{self.staleness(rollout_id, step)} optimizer steps, and rollout.max_staleness is {self.max_staleness}"

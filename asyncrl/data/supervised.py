@@ -1,6 +1,7 @@
-"""Supervised examples for the warm-up: prompt and response pairs as the same RolloutBatch that rollouts make.
+"""Supervised examples for the warm-up: pairs of prompt and response, as the same RolloutBatch that rollouts have.
 
-A response is encoded apart from its prompt, as generation will continue it, and closed with the end token.
+A response is encoded separately from its prompt, because generation also continues a prompt that is already encoded.
+The end token closes it.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from asyncrl.errors import DataError, ModelError
 
 log = structlog.get_logger(__name__)
 
-_CHUNK = 512
+_CHUNK = 512  # examples per tokenizer call
 SUPERVISED_VERSION = "data"
-"""Weight version of tokens that no weights made."""
+"""Weight version of tokens that come from data and not from weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedExample:
-    """A prompt and the response to learn, tokenised."""
+    """A tokenised prompt and the response to learn."""
 
     prompt: Prompt
     response_text: str
+    """Response without the end token."""
     response_ids: NDArray[np.int32]
-    """int32 [tokens], the end token included."""
+    """int32 [tokens], including the end token."""
 
 
 class SupervisedStream:
-    """Batches of examples without end, reshuffled each epoch; batch n is the same in every run."""
+    """Endless batches of examples, shuffled anew in each epoch. Batch n is the same in every run."""
 
     def __init__(self, examples: tuple[SupervisedExample, ...], *, batch_size: int, seed: int) -> None:
         self._examples = {example.prompt.prompt_id: example for example in examples}
@@ -47,11 +49,11 @@ class SupervisedStream:
         self._batch_size = batch_size
 
     def __len__(self) -> int:
-        """Examples in one epoch."""
+        """Number of examples in one epoch."""
         return len(self._examples)
 
     def next_batch(self, step: int) -> RolloutBatch:
-        """The next `batch_size` examples; rewards are 1, log-probs 0. `step` becomes the batch's rollout id."""
+        """Returns the next `batch_size` examples, with rewards of 1 and log-probs of 0. `step` is its rollout id."""
         groups = []
         for _ in range(self._batch_size):
             drawn = self._stream.draw()
@@ -74,9 +76,10 @@ class SupervisedStream:
 def load_supervised(
     config: WarmupConfig, data: DataConfig, tokenizer: PolicyTokenizer, *, context_length: int
 ) -> SupervisedStream:
-    """Reads the warm-up's examples; prompts are rendered as `data` says. Blocks: call it in a thread.
+    """Reads the examples of the warm-up; renders their prompts as `data` says. Blocks: call it in a thread.
 
-    Raises DataError as `load_prompts` does, and ModelError when the model has no end token to teach.
+    An example longer than `context_length` tokens is dropped, or refused with `data.overlong = "error"`. Raises
+    DataError and ConfigError as `load_prompts` does, and ModelError when the model has no end token to teach.
     """
     where = "warmup"
     if tokenizer.eos_token_id is None:

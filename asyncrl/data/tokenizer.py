@@ -1,11 +1,11 @@
-"""The policy's tokenizer: text to ids and back, and which ids mean what.
+"""The policy's tokenizer: text to ids and back, and the ids that end a response.
 
 Invariants
-- No id outside the model's vocabulary leaves this module: `vocab_size` is the model's (config.json), which may
-  differ from the tokenizer's, and an engine that embeds an id beyond it dies.
-- `stop_token_ids` is the one set of ids that end a response: the union of what tokenizer, generation_config.json and
-  config.json call an end token. It is sent with each request, so that engine and trainer never differ about it.
-- Local files only: nothing is downloaded.
+- No id outside the model's vocabulary leaves this module. `vocab_size` comes from the model's config.json and may
+  differ from the tokenizer's; an engine that gets a larger id dies.
+- `stop_token_ids` is the one set of ids that end a response: all end tokens that the tokenizer,
+  generation_config.json and config.json name. Each request carries it, so engine and trainer always agree.
+- Only local files are read; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError, DataError, ModelError
 
 Messages = list[dict[str, Any]]
+"""A conversation: objects with `role` and `content`."""
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
 class PolicyTokenizer:
-    """What the rest of the project needs of a Hugging Face tokenizer. Not safe for use from two threads at once."""
+    """The part of a Hugging Face tokenizer that this project uses. Not safe for use from two threads at once."""
 
     def __init__(
         self,
@@ -40,18 +41,19 @@ class PolicyTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self.source = source
+        """Model directory."""
         self.vocab_size = vocab_size
         """Rows of the model's embedding: ids are in [0, vocab_size)."""
         self.context_length = context_length
-        """Longest prompt + response in tokens that the model was made for."""
+        """Longest prompt + response, in tokens, that the model supports."""
         self.eos_token_id = eos_token_id
-        """The end token that supervised responses are given; None where the model has none."""
+        """The end token that closes supervised responses; None if the model has none."""
         self.stop_token_ids = tuple(stop_token_ids)
-        """Every id that ends a response, ascending."""
+        """All ids that end a response, ascending."""
 
     @classmethod
     def load(cls, path: Path) -> PolicyTokenizer:
-        """Loads from a Hugging Face directory (importing transformers takes seconds: call it off the event loop).
+        """Loads from a Hugging Face directory. Importing transformers takes seconds, so call it in a thread.
 
         Raises ModelError when the directory, config.json or the tokenizer is missing or unreadable.
         """
@@ -66,7 +68,7 @@ class PolicyTokenizer:
             raise ModelError(f"model.path: {path}/config.json lacks vocab_size or max_position_embeddings")
 
         if not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-            # transformers would make an empty tokenizer and say nothing
+            # transformers would make an empty tokenizer without an error
             raise ModelError(
                 f"model.path: {path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
             )
@@ -75,9 +77,7 @@ class PolicyTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (
-            Exception
-        ) as error:  # transformers raises OSError, ValueError, ImportError, KeyError… for a bad directory
+        except Exception as error:  # transformers raises OSError, ValueError, ImportError or KeyError here
             first_line = str(error).strip().partition("\n")[0]
             raise ModelError(f"model.path: no tokenizer could be loaded from {path}: {first_line}") from error
         generation = _read_json(path / "generation_config.json") or {}
@@ -97,22 +97,22 @@ class PolicyTokenizer:
         )
 
     def uses_chat_template(self, setting: bool | Literal["auto"]) -> bool:
-        """Resolves `data.chat_template`; True without a template is a ConfigError."""
+        """Resolves `data.chat_template`; raises ConfigError for True without a template."""
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         if setting is True and not has_template:
             raise ConfigError(f"data.chat_template is true, but the tokenizer in {self.source} has no chat template")
         return has_template if setting == "auto" else setting
 
     def render_chat(self, messages: Messages) -> str:
-        """The conversation as text, with the header of the assistant's turn at the end."""
+        """Renders a conversation as text that ends with the header of the assistant's turn."""
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[NDArray[np.int32]]:
-        """Ids of each text, int32 [tokens].
+        """Returns the ids of each text, int32 [tokens].
 
-        `add_special_tokens` adds what the tokenizer puts before plain text (BOS); a rendered chat has it already.
-        Raises DataError for an id that the model's embedding does not hold.
+        `add_special_tokens` adds the tokens that the tokenizer puts before plain text (BOS); rendered chats have them
+        already. Raises DataError for an id that the model's embedding does not hold.
         """
         if not texts:
             return []
@@ -127,12 +127,12 @@ class PolicyTokenizer:
         return encoded
 
     def decode(self, ids: NDArray[np.int32]) -> str:
-        """The text of `ids`, int32 [tokens], without special tokens: as the engine decodes a response."""
+        """Returns the text of `ids`, int32 [tokens], without special tokens, as the engine decodes a response."""
         text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         return text
 
     def stop_ids(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """The token of each stop string; ConfigError for one that is not exactly one token."""
+        """Returns the id of each stop string; raises ConfigError for a string that is not exactly one token."""
         ids: list[int] = []
         vocabulary: dict[str, int] = self._tokenizer.get_vocab() if strings else {}
         for string in strings:

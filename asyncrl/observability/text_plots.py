@@ -59,14 +59,13 @@ def duration(seconds: float) -> str:
 
 
 def time_split_text(phases: Mapping[str, float]) -> str:
-    """`generate 62 %, train 30 %, other 8 %`: largest first, what is under half a percent left out."""
-    total = sum(phases.values())
-    if total <= 0:
-        return ""
-    parts = sorted(phases.items(), key=lambda item: item[1], reverse=True)
-    return ", ".join(
-        f"{name} {seconds / total:.0%}".replace("%", " %") for name, seconds in parts if seconds / total >= 0.005
-    )
+    """`generate 62 %, train 30 %, other 8 %`: largest first, without phases under half a percent."""
+    return ", ".join(f"{name} {share:.0%}".replace("%", " %") for name, _, share in _shown(phases))
+
+
+def time_durations_text(phases: Mapping[str, float]) -> str:
+    """`generate 2 min 30 s (62%), train 40.0 s (17%)`: largest first, without phases under half a percent."""
+    return ", ".join(f"{name} {duration(seconds)} ({share:.0%})" for name, seconds, share in _shown(phases))
 
 
 def time_bar(phases: Mapping[str, float], width: int) -> Text:
@@ -75,16 +74,22 @@ def time_bar(phases: Mapping[str, float], width: int) -> Text:
 
 
 def time_legend(phases: Mapping[str, float], *, seconds: bool = False) -> Text:
-    """The share of each phase beside its color, largest first, without what is under half a percent."""
-    total = sum(phases.values())
+    """The share of each phase beside its color, largest first, without phases under half a percent.
+
+    `seconds` adds the duration of each phase.
+    """
     legend = Text()
-    for name, spent in sorted(phases.items(), key=lambda item: item[1], reverse=True):
-        if total > 0 and spent / total >= 0.005:
-            legend.append("■ ", style=PHASE_COLORS.get(name, "white"))
-            legend.append(
-                f"{name} {duration(spent)} ({spent / total:.0%})  " if seconds else f"{name} {spent / total:.0%}  "
-            )
+    for name, spent, share in _shown(phases):
+        legend.append("■ ", style=PHASE_COLORS.get(name, "white"))
+        legend.append(f"{name} {duration(spent)} ({share:.0%})  " if seconds else f"{name} {share:.0%}  ")
     return legend
+
+
+def _shown(phases: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """(phase, seconds, share of the whole) of each phase of at least half a percent, largest first."""
+    total = sum(phases.values())
+    largest_first = sorted(phases.items(), key=lambda item: item[1], reverse=True)
+    return [(name, spent, spent / total) for name, spent in largest_first if total > 0 and spent / total >= 0.005]
 
 
 def labelled(rows: Sequence[tuple[str, Text]]) -> list[Text]:

@@ -64,10 +64,10 @@ def test_a_cursor_of_other_data_is_refused(other: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("change", [{"token_ids": np.array([9], np.int32)}, {"answer": "7"}])
 def test_a_cursor_is_refused_where_a_prompt_or_its_answer_was_changed_in_place(change: dict[str, Any]) -> None:
-    """The ids would be the same: they are line numbers."""
+    """The ids stay the same, because they are line numbers."""
     edited = prompts(4)
     edited[2] = replace(edited[2], **change)
-    with pytest.raises(DataError, match="prompts, answers or their order were changed"):
+    with pytest.raises(DataError, match="prompts, answers or their order have changed"):
         PromptStream(edited, seed=0, shuffle=True).restore(PromptStream(prompts(4), seed=0, shuffle=True).state())
 
 
@@ -78,7 +78,7 @@ def test_where_other_prompts_are_too_long_now_the_settings_that_decide_it_are_na
     state = stream(20).state()
     stream(12).restore(state)  # no prompt is that long
     with pytest.raises(
-        DataError, match=r"over 12 tokens .* now.* over 20 when .* set rollout\.max_new_tokens, model\.c"
+        DataError, match=r"over 12 tokens .* now.* the limit was 20\. Set rollout\.max_new_tokens, model\.c"
     ):
         stream(12, size=3).restore(state)
     with pytest.raises(DataError, match="resume with the data and seed"):

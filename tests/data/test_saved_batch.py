@@ -40,10 +40,10 @@ def _old(path: Path) -> None:
     ("damage", "told"),
     [
         (lambda tensors, rest: rest.unlink(), r"rollout-000001\.json cannot be read: No such file"),
-        (lambda tensors, rest: rest.write_text("{"), r"rollout-000001\.json or the tensors"),
-        (lambda tensors, rest: _other(rest), r"no saved batch: 'group_ids'"),
+        (lambda tensors, rest: rest.write_text("{"), r"rollout-000001\.json and the tensors"),
+        (lambda tensors, rest: _other(rest), r"not a saved batch: 'group_ids'"),
         (lambda tensors, rest: _old(rest), r"rollout-000001\.json has format 1, and this .* reads format 2; save the "),
-        (lambda tensors, rest: tensors.write_bytes(b"abc"), "no saved batch"),
+        (lambda tensors, rest: tensors.write_bytes(b"abc"), "not a saved batch"),
         (lambda tensors, rest: tensors.unlink(), "rollout-000001"),
     ],
 )
@@ -55,7 +55,7 @@ def test_what_is_no_saved_batch_is_named(tmp_path: Path, damage: Callable[[Path,
 
 
 def test_a_batch_whose_tensors_are_being_replaced_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the ids of one attempt would be read with the tensors of the next."""
+    """Otherwise a reader would combine the ids of one attempt with the tensors of the next."""
     save_batch(make_batch(1), tmp_path, {})
 
     def killed(*_: object) -> None:

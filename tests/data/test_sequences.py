@@ -15,7 +15,7 @@ from asyncrl.training.learner.packing import MicroBatch
 
 
 def turn(context: list[int], output: list[int], *versions: str) -> Turn:
-    """`versions`: of one token each; the last one also of all that follow."""
+    """Each of `versions` made one token; the last one also made all tokens after it."""
     ends = [*range(1, len(versions)), len(output)]
     spans = tuple(
         VersionSpan(version, start, end) for start, (version, end) in enumerate(zip(versions, ends, strict=True))
@@ -96,7 +96,7 @@ def test_a_sequence_without_a_trained_token_is_left_out() -> None:
 
 
 def test_the_oldest_turn_of_a_sample_decides_whether_it_is_too_stale() -> None:
-    batch = batch_of(single(), conversation())  # of batch 5: weights of step 3 are two steps old
+    batch = batch_of(single(), conversation())  # batch 5, so weights of step 3 are two steps old
     Bound(2, optimizer_steps=1).check(batch)
     with pytest.raises(StalenessError, match=r"sample g\.000: tokens 3-5 were made by weights '0\.3'"):
         Bound(1, optimizer_steps=1).check(batch)

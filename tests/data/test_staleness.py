@@ -17,7 +17,7 @@ IDS = np.arange(4, dtype=np.int32)
 
 
 def batch(rollout_id: int, *versions: str) -> RolloutBatch:
-    """One group of two samples; the second was made by `versions` in turn, the first by the newest of them."""
+    """One group of two samples. `versions` made the tokens of the second in turn; the newest made the first."""
     samples = []
     for index, made_by in enumerate((versions[-1:], versions)):
         spans = tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(made_by))
@@ -45,7 +45,7 @@ def test_exactly_what_is_within_the_bound_passes(
     max_staleness: int, optimizer_steps: int, rollout_id: int, step: int
 ) -> None:
     bound = Bound(max_staleness, optimizer_steps)
-    # By the definition: optimizer steps behind the last one of the batch.
+    # The definition: optimizer steps between the weights and the last step of the batch.
     behind = (rollout_id * optimizer_steps + optimizer_steps - 1) - step * optimizer_steps
     assert bound.staleness(rollout_id, step) == behind
     try:
@@ -66,7 +66,7 @@ def test_the_error_names_group_tokens_weights_and_the_arithmetic() -> None:
     Bound(4, 2).check(batch(4, "0.3", "0.4"))
 
 
-@pytest.mark.parametrize(("version", "why"), [("0.5", "was rolled back"), ("default", "no version of this job")])
+@pytest.mark.parametrize(("version", "why"), [("0.5", "was rolled back"), ("default", "not a version of this job")])
 def test_weights_of_another_history_train_nothing(version: str, why: str) -> None:
     with pytest.raises(StalenessError, match=why):
         Bound(9, 1).check(batch(4, version))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RunDirectoryError
-from asyncrl.observability import report as report_module
 from asyncrl.observability.events import EventLog, FaultSeen, JobEnded, JobStarted, StepFinished, event_kinds
 from asyncrl.observability.metrics import MetricsLog
-from asyncrl.observability.report import build_report, print_report, read_report
+from asyncrl.observability.report import COUNTED, build_report, print_report, read_report, show_report
+from asyncrl.observability.timeline import TIMELINE
 from asyncrl.training.trainer_events import TrainerStepped
 
 
@@ -87,7 +87,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_an_empty_log_has_nothing_to_tell(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     stream = io.StringIO()
-    report_module.report(tmp_path, stream)
+    show_report(tmp_path, stream)
     assert stream.getvalue() == "nothing has happened yet\n"
 
 
@@ -204,7 +204,7 @@ def test_an_accuracy_is_rounded_and_an_ordinary_end_does_not_alarm() -> None:
         [],
     )
     assert [e.text for e in report.timeline] == [
-        "accuracy 0.047 on 64 samples", "process 7 was ended", "process 8 ended unasked with -9"
+        "accuracy 0.047 on 64 samples", "process 7 was ended", "process 8 exited unexpectedly with -9"
     ]  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def test_all_faults_are_shown_however_long_the_log_is() -> None:
 
 def test_a_log_of_another_version_is_told_as_far_as_it_goes() -> None:
     nonsense = {"v": "x", "attempt": None, "time": "?", "seconds": "long", "group_ids": 5, "step": [], "engines": 3}
-    kinds = [*report_module._TIMELINE, *report_module._COUNTED, "from_the_future"]
+    kinds = [*TIMELINE, *COUNTED, "from_the_future"]
     for event in (dict.fromkeys(nonsense), nonsense, {}):
         report = build_report([{"v": 99, **event, "kind": kind} for kind in kinds], [{"time/x_s": "a", "step": None}])
         assert report.unknown == {"from_the_future": 1}
@@ -236,12 +236,12 @@ def test_a_log_of_another_version_is_told_as_far_as_it_goes() -> None:
 def test_every_field_that_the_report_names_is_declared() -> None:
     declared = {kind.kind: kind for kind in event_kinds()}
     log_fields = {"attempt", "time"}
-    for name, wording in report_module._TIMELINE.items():
+    for name, wording in TIMELINE.items():
         if name in declared:
             templates = [wording.who, wording.text if isinstance(wording.text, str) else ""]
             named = {field for t in templates for _, field, _, _ in string.Formatter().parse(t) if field}
             assert named <= declared[name].fields.keys() | log_fields, name
-    known = {*report_module._TIMELINE, *report_module._COUNTED}
+    known = {*TIMELINE, *COUNTED}
     assert {kind for kind, k in declared.items() if k.declared_in.startswith("asyncrl.")} <= known
 
 
