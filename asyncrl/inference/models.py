@@ -1,46 +1,34 @@
 """Models that are served beside the trained one and never change: each a group of engines behind its own router.
 
 Invariants
-- They have no version and take no part in weight updates. An engine of theirs serves as soon as it has generated, and
-  is kept running as any other.
-- A model that cannot be served any more ends the job, as the trained one does: whoever asks it would wait in vain.
+- They have no version and take no part in weight updates. An engine of such a model serves as soon as it has generated,
+  and is kept running as any other.
+- A model that cannot be served any more ends the job, as the trained one does: tasks that ask it would wait in vain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import anyio
-from anyio.abc import TaskGroup
 
-from asyncrl.config import Config
-from asyncrl.config.layout import EnginePlacement, ProcessLayout
+from asyncrl.config.layout import EnginePlacement
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
-from asyncrl.inference.building import Builder, ServedModel
+from asyncrl.inference.building import ServedModel
+from asyncrl.inference.context import FleetContext
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.group import EngineGroup
 from asyncrl.inference.routing.router_client import POLL_S
 from asyncrl.inference.routing.routing import Routing
-from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
-
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
 
 
 class FrozenModels:
     """The groups of `[models.NAME]`."""
 
-    def __init__(
-        self, config: Config, layout: ProcessLayout, builder: Builder, *, host: EngineHost, events: EventLog
-    ) -> None:
-        self._config = config
-        self._layout = layout
-        self._builder = builder
-        self._host = host
-        self._events = events
+    def __init__(self, context: FleetContext) -> None:
+        self._context = context
         self._groups: dict[str, EngineGroup] = {}
 
     @property
@@ -48,22 +36,15 @@ class FrozenModels:
         """By name; empty before `start`."""
         return self._groups
 
-    def start(self, task_group: TaskGroup, default: ServedModel) -> None:
+    def start(self, default: ServedModel) -> None:
         """Starts them all; `default` is the trained model, as it is on disk."""
-        for name, settings in self._config.models.items():
-            model = ServedModel(
-                name,
-                settings.path or default.path,
-                settings,
-                settings.context_length,
-                frozen=True,
-            )
-            self._groups[name] = self._start_group(task_group, model, self._layout.beside[name])
+        for name, settings in self._context.config.models.items():
+            path = settings.path or default.path
+            model = ServedModel(name, path, settings, settings.context_length, frozen=True)
+            self._groups[name] = self._start_group(model, self._context.layout.beside[name])
 
-    def _start_group(
-        self, task_group: TaskGroup, model: ServedModel, placements: tuple[EnginePlacement, ...]
-    ) -> EngineGroup:
-        router, spec = self._builder.router(f"router-{model.name}")
+    def _start_group(self, model: ServedModel, placements: tuple[EnginePlacement, ...]) -> EngineGroup:
+        router, spec = self._context.builder.router(f"router-{model.name}")
         routing = Routing(router)
 
         async def serve(engine: ManagedEngine) -> None:
@@ -71,29 +52,20 @@ class FrozenModels:
             try:
                 await routing.add(engine)
             except EngineError as error:
-                await group.quarantine(engine, str(error))
+                await engine.quarantine(str(error))
 
-        group = EngineGroup(
-            model.name,
-            self._config,
-            host=self._host,
-            routing=routing,
-            router_spec=spec,
-            events=self._events,
-            task_group=task_group,
-            catch_up=serve,
-        )
+        group = EngineGroup(self._context, model.name, routing, spec, serve)
         group.start_router()
         for placement in placements:
-            group.start_engine(*self._builder.engine(placement, model))
+            group.start_engine(*self._context.builder.engine(placement, model))
         return group
 
     async def wait_answering(self, group: EngineGroup) -> None:
-        """Returns when one of the models has answered through its router; raises EngineError where it cannot."""
+        """Returns when the model of `group` has answered through its router; raises EngineError when it cannot."""
         await group.wait_recovered()
         last = ""
         try:
-            with waiting("answer", f"the router of {group.name}", self._config.router.start_timeout_s):
+            with waiting("answer", f"the router of {group.name}", self._context.config.router.start_timeout_s):
                 while True:
                     try:
                         await group.routing.router.probe(None)
@@ -105,7 +77,7 @@ class FrozenModels:
             raise EngineError(f"{error}; last: {last}") from error
 
     def url(self, name: str) -> str:
-        """Where requests for a model go; raises EngineError for one that is not served."""
+        """Url for requests to a model; raises EngineError for one that is not served."""
         group = self._groups.get(name)
         if group is None:
             known = ", ".join(self._groups) or "none"

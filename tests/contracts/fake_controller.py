@@ -27,10 +27,10 @@ from asyncrl.data.fleet import (
 from asyncrl.errors import EngineError, EnginesLostError, WeightUpdateError
 from asyncrl.inference.engines.lifecycle import UPDATABLE, transition
 from asyncrl.inference.gpus.memory import TAGS
-from asyncrl.inference.sglang.engine_api import CheckAction, RankChecksums
-from asyncrl.inference.statistics import InferenceStatistics
+from asyncrl.inference.sglang.engine_api import CheckAction, Checksums, RankChecksums
 from asyncrl.inference.updates.leases import LeaseBook, sort_acks
-from asyncrl.inference.updates.verify import Checksums, differing
+from asyncrl.inference.updates.verify import differing
+from asyncrl.inference.views import InferenceStatistics
 
 
 @dataclass(slots=True)
@@ -80,6 +80,7 @@ class FakeController:
         self._changed = anyio.Event()
         self._book = LeaseBook()
         self._disposed = False
+        self._health_paused = False
 
     async def start(self, task_group: anyio.abc.TaskGroup) -> None:
         """Nothing to start."""
@@ -147,6 +148,7 @@ class FakeController:
             restarts=self._restarts,
             paused_s=0.0,
             start_s=0.0,
+            health_paused=self._health_paused,
         )
 
     async def wait_updatable(self, purpose: str = "weights") -> None:
@@ -232,15 +234,12 @@ class FakeController:
                 raise EngineError("weights differ from the snapshot in layer")
         return sums if action == "checksum" else {}
 
-    async def start_eval_fleet(self) -> None:
-        if not self._eval_fleet:
-            raise EngineError("there are no engines for evaluation only; add a section [eval.fleet]")
-
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
         directory, version = hf_dir or self._directory, version or self.published
         if directory is None or version is None:
             raise EngineError("there is no copy of published weights to evaluate")
-        await self.start_eval_fleet()
+        if not self._eval_fleet:
+            raise EngineError("there are no engines for evaluation only; add a section [eval.fleet]")
         self._pinned = directory
         return EvalFleetInfo("http://router-eval", version, ("http://eval-0",))
 
@@ -278,11 +277,16 @@ class FakeController:
             raise EngineError(f"unknown memory tags; there are {', '.join(TAGS)}")
         return frozenset(TAGS if tags is None else tags)
 
-    def health_monitoring_pause(self) -> None: ...
+    def health_monitoring_pause(self) -> None:
+        self._health_paused = True
 
-    def health_monitoring_resume(self) -> None: ...
+    def health_monitoring_resume(self) -> None:
+        self._health_paused = False
 
-    def start_cell(self, engine_id: str) -> None:
+    def start_cell(self, engine_id: str | None = None) -> str:
+        if engine_id is None:
+            stopped = (name for name, engine in self._engines.items() if engine.state is EngineState.STOPPED)
+            engine_id = next(stopped, f"engine-{len(self._engines)}")
         engine = self._engines.get(engine_id)
         if engine is None:
             if engine_id != f"engine-{len(self._engines)}":
@@ -292,6 +296,7 @@ class FakeController:
             raise EngineError(f"{engine_id} cannot be started: it is {engine.state}")
         else:
             engine.renew()
+        return engine_id
 
     async def stop_cell(self, engine_id: str, *, force: bool = False) -> None:
         if engine_id not in self._engines:

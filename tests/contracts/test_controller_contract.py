@@ -303,7 +303,6 @@ async def test_engines_that_evaluate_are_pinned_and_their_copy_stays_in_use(star
         controller = subject.controller
         with pytest.raises(EngineError, match="no copy of published weights"):
             await controller.pin_eval_fleet()
-        await controller.start_eval_fleet()
         info = await controller.pin_eval_fleet(subject.checkpoint, "0.7")
         assert info.version == "0.7" and len(info.engine_urls) == 1 and info.router_url != controller.router_url
         await subject.publish("0.8", tmp_path / "published")
@@ -314,7 +313,7 @@ async def test_what_is_not_configured_is_not_served(start: Start) -> None:
     async with start() as subject:
         assert subject.controller.copies_in_use() == frozenset()
         with pytest.raises(EngineError, match=r"add a section \[eval\.fleet\]"):
-            await subject.controller.start_eval_fleet()
+            await subject.controller.pin_eval_fleet(subject.checkpoint, "0.7")
         with pytest.raises(EngineError, match="no model is served as 'judge'"):
             subject.controller.model_url("judge")
 

@@ -68,10 +68,15 @@ async def test_it_starts_on_demand_and_serves_nothing_before_it_is_pinned(
         await evaluated.fleet.controller.wait_ready()
         assert evaluated.states() == []
         assert evaluated.fleet.host.spawned == ["router", "engine-0"]
-        await evaluated.fleet.controller.start_eval_fleet()
-        await evaluated.fleet.controller.start_eval_fleet()
-        assert evaluated.states() == ["pending_weights", "pending_weights"]
-        assert evaluated.router.workers == []
+        seen: list[tuple[list[str], list[str]]] = []
+
+        async def look() -> None:
+            seen.append((evaluated.states(), list(evaluated.router.workers)))
+
+        evaluated.engines[0].script(instead("update_weights_from_disk", look))
+        for version in ("0.3", "0.4"):
+            await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint(version), version)
+        assert seen == [(["updating", "updating"], [])]
         assert [engine.lives for engine in evaluated.engines] == [1, 1]
 
 
@@ -138,7 +143,6 @@ async def test_an_engine_that_says_it_holds_something_else_is_not_believed(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
-        await evaluated.fleet.controller.start_eval_fleet()
         liar = evaluated.engines[1]
 
         async def forget() -> None:
@@ -169,7 +173,7 @@ async def test_an_engine_that_is_started_again_loads_the_pinned_checkpoint_befor
 
 async def test_a_pin_waits_for_an_engine_that_is_being_started_again(start_fleet: StartFleet, tmp_path: Path) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
-        await evaluated.fleet.controller.start_eval_fleet()
+        await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.2"), "0.2")
         await evaluated.fleet.host.kill("eval-0")
         with anyio.fail_after(5):
             info = await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
@@ -198,7 +202,6 @@ async def test_without_a_section_there_is_none(start_fleet: StartFleet, tmp_path
 
 async def test_a_pin_that_is_cancelled_leaves_none_that_serves(start_fleet: StartFleet, tmp_path: Path) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
-        await evaluated.fleet.controller.start_eval_fleet()
         checkpoint = evaluated.checkpoint("0.3")
         with anyio.CancelScope() as scope:
             evaluated.engines[1].script(cancelled_in(scope, "update_weights_from_disk"))

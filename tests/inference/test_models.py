@@ -147,7 +147,7 @@ async def test_a_judge_that_cannot_start_ends_the_job_with_its_log(start_fleet: 
 async def test_requests_through_its_router_are_answered(start_fleet: StartFleet) -> None:
     async with with_judge(start_fleet) as judged:
         await judged.fleet.controller.wait_ready()
-        router = judged.fleet.controller._models.groups["judge"].routing.router
+        router = judged.fleet.controller._started.models.groups["judge"].routing.router
         assert isinstance(router, RouterClient)
         generation = await router.probe("default")
         assert len(generation.output_ids) == 1

@@ -25,8 +25,7 @@ from asyncrl.host import EngineHost
 from asyncrl.host.proc import descendants
 from asyncrl.host.shared_memory import mapped_by
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.sglang.engine_api import EngineApi
-from asyncrl.inference.updates.verify import Checksums
+from asyncrl.inference.sglang.engine_api import Checksums, EngineApi
 from asyncrl.observability.events import EventLog
 from tests.tiny_model import write_tiny_qwen3
 

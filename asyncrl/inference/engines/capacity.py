@@ -1,67 +1,64 @@
-"""Capacity: engines that are taken out of service and put into it while the job runs.
+"""Capacity: single engines are stopped and started while the job runs.
 
 Invariants
 - An engine that is stopped first becomes DRAINING: unknown to the router at once, in no publication, its health still
-  watched. It ends when it has no request left, when its time is up, or with its own death; none of it is a failure.
-- What a draining engine still answers was begun under the version that it serves: a publication that commits meanwhile
-  passes it by, and no new request reaches it. So an answer may be of an older version, and says so in its stamps; an
-  engine that takes new requests never is.
+  watched. It ends when it has no request left, when its time is up, or with its own death; none of these is a failure.
+- A draining engine finishes its requests under the version that it serves: a publication that commits meanwhile passes
+  it by, and no new request reaches it. So an answer may be of an older version, and its stamps say so. An engine that
+  takes new requests never serves an older version.
 - The last engine that serves is stopped only by force.
-- An engine is started again only when nothing is left of its stop.
+- An engine is started again only when its stop is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import anyio
 
-from asyncrl.config import Config
-from asyncrl.config.layout import EnginePlacement, ProcessLayout, place_another
+from asyncrl.config.layout import EnginePlacement, place_another
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
-from asyncrl.host import ProcessSpec
+from asyncrl.inference.building import ServedModel
+from asyncrl.inference.context import FleetContext
 from asyncrl.inference.engines.engine import ManagedEngine
-from asyncrl.inference.engines.group import EngineGroup, serves
+from asyncrl.inference.engines.group import EngineGroup
 from asyncrl.inference.fleet_events import EngineStopped
 from asyncrl.inference.sglang.engine_api import EngineRequestError
-from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS, waiting
 
 LOOK_S = 1.0
 """How long the engine itself waits for its last request before it answers that it is busy."""
 PAUSE_S = 0.1
 LOOKS = 2
-"""In a row, since a request may have left the router as the engine was taken out."""
+"""Idle answers in a row that count: a request may have left the router while the engine was taken out."""
 SETTLE_GRACE_S = 10.0
+"""Beside `engine.drain_timeout_s`, for a stop that another task carries out."""
 
 
 class Capacity:
     """Starts and stops single engines of a group."""
 
-    def __init__(
-        self,
-        group: EngineGroup,
-        config: Config,
-        layout: ProcessLayout,
-        *,
-        build: Callable[[EnginePlacement], tuple[ManagedEngine, ProcessSpec]],
-        events: EventLog,
-    ) -> None:
+    def __init__(self, context: FleetContext, group: EngineGroup, model: ServedModel) -> None:
+        """New engines of `group` serve `model`, as the others do."""
+        self._context = context
+        self._config = context.config
         self._group = group
-        self._config = config
-        self._layout = layout
-        self._build = build
-        self._events = events
-        self._placements = {placement.engine_id: placement for placement in layout.engines}
+        self._model = model
+        self._placements = {placement.engine_id: placement for placement in context.layout.engines}
 
-    def start(self, engine_id: str) -> None:
-        """Starts an engine that was stopped or given up, or the next new one; raises EngineError where it cannot."""
+    def start(self, engine_id: str | None = None) -> str:
+        """Starts an engine that was stopped or given up, or the next new one; returns its id.
+
+        None chooses the first engine that can be started again, or a new one where there is none. Raises EngineError
+        when the engine cannot be started.
+        """
         self._group.check()
+        if engine_id is None:
+            idle = (engine.engine_id for engine in self._group.engines if self._can_start(engine))
+            engine_id = next(idle, self._next_id)
         engine = self._find(engine_id)
         if engine is None:
             placement = self._place(engine_id)
-            self._group.start_engine(*self._build(placement))
+            self._group.start_engine(*self._context.builder.engine(placement, self._model))
             self._placements[engine_id] = placement
         elif self._group.is_wanted(engine) or engine.state is EngineState.DRAINING:
             raise EngineError(f"{engine_id} cannot be started: it is {engine.state}")
@@ -70,9 +67,13 @@ class Capacity:
         else:
             self._refuse_colocated(engine)
             self._group.start_again(engine)
+        return engine_id
 
     async def stop(self, engine_id: str, *, force: bool = False) -> None:
-        """Returns when the engine is STOPPED; raises EngineError where it must not be."""
+        """Returns when the engine is STOPPED; raises EngineError when it must not be stopped.
+
+        It may take until the end of a weight update (`weights.lease_timeout_s`), then `engine.drain_timeout_s`.
+        """
         engine = self._find(engine_id)
         if engine is None:
             raise EngineError(f"there is no engine {engine_id}; there are {self._names()}")
@@ -87,11 +88,11 @@ class Capacity:
                 if engine.state is EngineState.DRAINING:
                     drained = await drain(engine, self._config.engine.drain_timeout_s)
             finally:
-                with anyio.CancelScope(shield=True):  # bounded; an engine that nobody keeps must not live on
+                with anyio.CancelScope(shield=True):  # bounded; a retired engine must not live on
                     await self._group.stop_engine(engine)
             seconds = anyio.current_time() - began
-            self._events.emit(EngineStopped(engine=engine_id, seconds=seconds, drained=drained))
-        elif engine.state is EngineState.DRAINING:  # somebody else is at it
+            self._context.events.emit(EngineStopped(engine=engine_id, seconds=seconds, drained=drained))
+        elif engine.state is EngineState.DRAINING:  # another call is stopping it
             with waiting("last request", engine_id, self._config.engine.drain_timeout_s + SETTLE_GRACE_S):
                 await self._group.wait_until(lambda: engine.state is EngineState.STOPPED)
         else:
@@ -108,8 +109,8 @@ class Capacity:
 
     def _check_last(self, engine: ManagedEngine, force: bool) -> None:
         others = [other for other in self._group.engines if other is not engine and self._group.is_wanted(other)]
-        if serves(engine):
-            others = [other for other in others if serves(other)]
+        if engine.serves:
+            others = [other for other in others if other.serves]
         if not others and not force:
             raise EngineError(
                 f"{engine.engine_id} was not stopped: it is the last engine that serves ({self._group.states()}); "
@@ -117,11 +118,17 @@ class Capacity:
             )
 
     def _place(self, engine_id: str) -> EnginePlacement:
-        number = len(self._placements)
-        if engine_id != f"engine-{number}":
-            raise EngineError(f"there is no engine {engine_id}; there are {self._names()}, and engine-{number} is next")
+        if engine_id != self._next_id:
+            raise EngineError(f"there is no engine {engine_id}; there are {self._names()}, and {self._next_id} is next")
         taken = {gpu for placement in self._placements.values() for gpu in placement.gpus}
-        return place_another(self._config, self._layout, engine_id, taken)
+        return place_another(self._config, self._context.layout, engine_id, taken)
+
+    @property
+    def _next_id(self) -> str:
+        return f"engine-{len(self._placements)}"
+
+    def _can_start(self, engine: ManagedEngine) -> bool:
+        return self._group.is_over(engine) and not self._group.is_wanted(engine) and not engine.endpoint.colocated
 
     def _refuse_colocated(self, engine: ManagedEngine) -> None:
         if engine.endpoint.colocated:
@@ -138,10 +145,10 @@ class Capacity:
 
 
 async def drain(engine: ManagedEngine, timeout_s: float) -> bool:
-    """Whether the engine finished the requests that it has; returns once that is known, at most after `timeout_s`.
+    """Waits at most `timeout_s` for the engine to finish its requests; returns whether it did.
 
-    What it is asked is to flush its cache, which its scheduler refuses while it has any request. (The numbers of
-    /v1/loads lag behind by up to 15 decoding steps.)
+    It is asked to flush its cache, which its scheduler refuses while it has any request. (The numbers of /v1/loads lag
+    behind by up to 15 decoding steps.)
     """
     idle = 0
     with WAITS.register("last request", engine.engine_id, timeout_s), anyio.move_on_after(timeout_s):
@@ -149,7 +156,7 @@ async def drain(engine: ManagedEngine, timeout_s: float) -> bool:
             try:
                 await engine.client.flush_cache(idle_timeout_s=LOOK_S)
                 idle += 1
-            except EngineRequestError:  # 400: it is busy. Else it hangs or has died, which health or its keeper finds
+            except EngineRequestError:  # 400: it is busy. Else it hangs or died: health probes or its keeper find out
                 idle = 0
             if idle == LOOKS:
                 return True

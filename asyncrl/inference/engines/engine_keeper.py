@@ -1,15 +1,15 @@
 """Keeps one engine running: spawns it, watches it, and starts it again when it ends.
 
 Invariants
-- The end of the engine's process, or of one that it works with, is noticed at once; that it hangs, by health probes.
-  In either case it leaves the router first.
-- A new process is a new generation, on the address of the one before: it is started once the router has forgotten that
-  (`Routing.forgotten`), so that no request comes too early. It serves once it holds the published version (`catch_up`),
-  not before.
+- The end of the engine's process, or of one that it works with, is noticed at once; a hang is found by health probes.
+  In either case the engine leaves the router first.
+- A new process is a new generation, on the address of the one before. It is started once the router has forgotten that
+  address (`Routing.forgotten`), so that no request comes too early. It serves once it holds the published version
+  (`catch_up`), not before.
 - A process that cannot be started counts as one that ended.
 - `run` returns when the engine is not wanted any more, and raises EngineError with the log's tail when the engine
   failed to start the first time, or ended more often than the policy allows. It raises nothing else.
-- Once the engine is to be stopped, nothing of this brings it on any more: `_serve` ends before its process does.
+- Once the engine is to be stopped, no task brings it into service any more: `_serve` ends before the process does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -28,7 +27,7 @@ from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.exits import describe_exit, last_lines
 from asyncrl.inference.engines.health import watch_health
-from asyncrl.inference.engines.keeper import Keeper, KeeperSettings
+from asyncrl.inference.engines.keeper import Keeper, KeeperContext
 from asyncrl.inference.engines.lifecycle import LIVE
 from asyncrl.inference.engines.processes import first_end, working_processes
 from asyncrl.inference.engines.restarts import RestartHistory
@@ -36,27 +35,29 @@ from asyncrl.inference.fleet_events import EngineExited, ProcessGivenUp, Process
 from asyncrl.observability.waits import WAITS
 from asyncrl.tasks import first_of
 
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
-
 GRACE_S = 2.0
 """An engine holds nothing that needs an orderly end; by itself it takes 6 s."""
 HEAD_START_S = 0.1
-"""For the router to forget an engine before it is killed: 2 to 70 ms measured."""
+"""For the router to forget an engine before the engine is killed: 2 to 70 ms measured."""
 
 
 class EngineKeeper(Keeper):
     """One engine and its process."""
 
-    def __init__(self, engine: ManagedEngine, settings: KeeperSettings, spec: ProcessSpec, host: EngineHost) -> None:
-        super().__init__(engine, settings)
+    def __init__(self, engine: ManagedEngine, context: KeeperContext, spec: ProcessSpec) -> None:
+        """`spec` is how the engine's process is started."""
+        super().__init__(engine, context)
         self._spec = spec
-        self._host = host
+        self._host = context.host
         self._serving = anyio.CancelScope()
-        """Of the present process."""
+        """Of the tasks that bring the present process into service and watch it."""
+
+    def successor(self) -> EngineKeeper:
+        """A new keeper for the same engine, with the same process specification."""
+        return EngineKeeper(self.engine, self.context, self._spec)
 
     async def _keep(self) -> None:
-        history, policy = RestartHistory(), self.settings.policy
+        history, policy = RestartHistory(), self.context.restart_policy
         while True:
             await self._live()
             if not self.wanted:
@@ -72,16 +73,16 @@ class EngineKeeper(Keeper):
                     f"{self.engine.engine_id} is not started again: it was {restarts} times within "
                     f"{policy.window_s:g} s (engine.max_restarts, engine.restart_window_s). The last time: {failure}"
                 )
-            self.settings.events.emit(
+            self.context.events.emit(
                 ProcessRestarting(
                     name=self.engine.engine_id, restarts=restarts, delay_s=delay_s, reason=str(failure).splitlines()[0]
                 )
             )
             with WAITS.register("restart", self.engine.engine_id, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
-            await first_of(partial(self.settings.routing.forgotten, self.engine), self._unwanted.wait)
+            await first_of(partial(self.context.routing.forgotten, self.engine), self._unwanted.wait)
             try:
-                await self.settings.gpus.wait_turn(self.engine, self._unwanted)
+                await self.context.gpus.wait_turn(self.engine, self._unwanted)
             except EngineError as error:
                 self._give_up(restarts, str(error))
                 raise
@@ -91,18 +92,18 @@ class EngineKeeper(Keeper):
             self.engine.renew()
 
     def _give_up(self, restarts: int, reason: str) -> None:
-        self.settings.events.emit(ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=reason))
+        self.context.events.emit(ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=reason))
 
     async def _end(self) -> None:
         self._serving.cancel()
-        await self.settings.routing.remove(self.engine)
+        await self.context.routing.remove(self.engine)
         # Refused only where there is nothing to end: never spawned, or the host is gone and the process with it.
         with contextlib.suppress(EngineError):
             await self._host.stop(self.engine.engine_id, GRACE_S)
         await self._wait_returned()
 
     async def quarantine(self, reason: str) -> None:
-        """Takes the engine out of service and kills its process, whose end is then expected."""
+        """Takes the engine out of service and kills its process; that end is then expected."""
         engine = self.engine
         if engine.state not in LIVE:
             return
@@ -110,16 +111,16 @@ class EngineKeeper(Keeper):
         engine.move(EngineState.QUARANTINED, reason)
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as task_group:
-                task_group.start_soon(self.settings.routing.remove, engine)
-                # Its requests end with it and are sent elsewhere: a router that is slow to forget must not delay that.
+                task_group.start_soon(self.context.routing.remove, engine)
+                # Its requests end with it and are sent elsewhere: a slow router must not delay that.
                 await anyio.sleep(HEAD_START_S)
-                if engine.state is not EngineState.QUARANTINED:  # it ended by itself, and the next bears its name
+                if engine.state is not EngineState.QUARANTINED:  # it ended by itself, and the next process has its name
                     return
                 with contextlib.suppress(EngineError):  # the host is gone, and every process with it
                     await self._host.kill(engine.engine_id)
 
     async def _live(self) -> None:
-        """One process from its spawn to its end, and how that ended in the engine's state and `failure`."""
+        """One process from its spawn to its end; leaves the outcome in the engine's state and `failure`."""
         self.engine.has_process = True
         try:
             await self._run_process()
@@ -153,11 +154,11 @@ class EngineKeeper(Keeper):
             engine.move(EngineState.DEAD, f"its process ended while draining ({exited.returncode})")
 
     async def _serve(self, pid: int, scope: anyio.CancelScope) -> None:
-        """Brings a process to serve and watches over it, until it ends or is to be stopped."""
+        """Brings a process into service and watches over it, until it ends or is to be stopped."""
         engine = self.engine
         with scope:
             try:
-                await engine.wait_first_generation(self.settings.start_timeout_s)
+                await engine.wait_first_generation(self.context.config.engine.start_timeout_s)
             except EngineError as error:
                 await self.quarantine(f"{error}. {await last_lines(self._host, self._spec)}")
                 return
@@ -165,11 +166,11 @@ class EngineKeeper(Keeper):
             if not engine.frozen:
                 engine.move(EngineState.PENDING_WEIGHTS)
             self.has_generated = True
-            self.settings.on_ready()
+            self.context.observer.changed()
             async with anyio.create_task_group() as task_group:
                 task_group.start_soon(self._watch_processes, working)
                 task_group.start_soon(self._watch_health)
-                await self.settings.catch_up(engine)
+                await self.context.catch_up(engine)
 
     async def _watch_processes(self, working: dict[int, str]) -> None:
         ended = await first_end(working)
@@ -179,22 +180,22 @@ class EngineKeeper(Keeper):
     async def _watch_health(self) -> None:
         await watch_health(
             self.engine.engine_id,
-            self.settings.health,
+            self.context.config.health,
             subject=self._subject,
             probe=self.engine.client.health_generate,
             convict=self.quarantine,
         )
 
     async def _account(self, exited: ProcessExit) -> None:
-        """The state and the reason of an engine whose process ended unasked."""
+        """Sets state and failure of an engine whose process ended without being asked to."""
         engine = self.engine
         if engine.state is EngineState.QUARANTINED:
             return
         when = "before its first generation" if engine.state is EngineState.STARTING else f"while {engine.state}"
         engine.failure = EngineError(describe_exit(engine.engine_id, exited, Path(self._spec.log_path), when))
         engine.move(EngineState.DEAD, f"its process ended ({exited.returncode})")
-        await self.settings.routing.remove(engine)
-        self.settings.events.emit(
+        await self.context.routing.remove(engine)
+        self.context.events.emit(
             EngineExited(
                 engine=engine.engine_id,
                 generation=engine.endpoint.generation,

@@ -1,9 +1,9 @@
-"""Finds what hangs: a process that lives and does not answer. (An exit is told by the host.)
+"""Finds processes that hang: they live and do not answer. (The host tells of those that exit.)
 
 Invariants
 - Only `failures` probes in a row convict; one that succeeds clears the record.
-- A probe counts only if its subject was to be probed, and was the same, from its start to its end: one that ran into
-  a pause, an update, an offload or a restart says nothing.
+- A probe counts only if its subject was to be probed, and was the same, from its start to its end: a probe that ran
+  into a pause, an update, an offload or a restart says nothing.
 - Every subject is probed by a task of its own, so that one that hangs delays no other.
 """
 
@@ -19,9 +19,17 @@ from asyncrl.errors import EngineError
 from asyncrl.observability.waits import waiting
 
 
+@dataclass(slots=True)
+class HealthMonitoring:
+    """The switch for the probes of all engines of a job; routers are probed in any case."""
+
+    paused: bool = False
+    """No engine is probed while it is set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Failed probes in a row of one subject, and what the last one said."""
+    """Failed probes in a row of one subject, and the reason of the last one."""
 
     subject: Hashable = None
     failures: int = 0
@@ -30,8 +38,8 @@ class Suspicion:
     def after(self, before: Hashable, now: Hashable, failure: str | None) -> Suspicion:
         """The record after one probe.
 
-        `before` and `now` identify the subject at its start and end (None: not to be probed); `failure` is None when it
-        was answered.
+        `before` and `now` identify the subject at the probe's start and end (None: not to be probed); `failure` is
+        None when the subject answered.
         """
         if now is None or now != before or failure is None:
             return Suspicion(now)
@@ -49,9 +57,9 @@ async def watch_health(
     """Probes until cancelled; calls `convict` with the reason when the subject counts as hung.
 
     Args:
-        subject: what stands there now (it changes with each restart and each change of state), None while it
-            is not to be probed.
-        probe: one probe, given its deadline in seconds; raises EngineError or TimeoutError when it fails.
+        subject: identifies the process and state that stand there now (it changes with each restart and each change
+            of state); None while nothing is to be probed.
+        probe: makes one probe, given its deadline in seconds; raises EngineError or TimeoutError when it fails.
     """
     suspicion = Suspicion()
     while True:

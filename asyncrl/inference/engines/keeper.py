@@ -1,31 +1,36 @@
-"""Whoever keeps one engine in service: what a group asks of it, and what the two kinds have in common.
+"""A keeper keeps one engine in service: the interface for its group, and what both kinds of keepers have in common.
 
 Invariants
 - An engine that is asked to retire or to stop takes part in nothing new from that moment on (`engine.leaving`), and
-  whatever becomes of it then is no failure: `run` raises nothing.
-- `ended` says that a keeper does nothing with its engine any more. Only then may another one take over.
+  its end is no failure: `run` raises nothing.
+- `ended` says that a keeper does nothing with its engine any more. Only then may a successor take over.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
 
-from asyncrl.config.sections.inference import HealthConfig
+from asyncrl.config import Config
 from asyncrl.data.fleet import EngineState
-from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.errors import EngineError
+from asyncrl.inference.engines.engine import EngineObserver, ManagedEngine
+from asyncrl.inference.engines.health import HealthMonitoring
 from asyncrl.inference.engines.restarts import RestartPolicy
 from asyncrl.inference.gpus.shared_gpus import SharedGpus
 from asyncrl.inference.routing.routing import Routing
 from asyncrl.inference.updates.deadlines import Deadlines
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
+
+if TYPE_CHECKING:
+    from asyncrl.host import EngineHost
 
 CatchUpEngine = Callable[[ManagedEngine], Coroutine[Any, Any, None]]
 """Brings an engine that generates to the weights of its group, for as long as it lives; cancelled when it ends."""
@@ -36,44 +41,51 @@ RETURN_TIMEOUT_S = 5.0
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperSettings:
-    """What all keepers of a group share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperContext:
+    """What the keepers of a group, its router's included, share."""
 
-    routing: Routing
-    policy: RestartPolicy
-    health: HealthConfig
-    start_timeout_s: float
-    deadlines: Deadlines
+    config: Config
+    host: EngineHost
     events: EventLog
-    on_ready: Callable[[], None]
-    """Hears each time that an engine generated after its start."""
+    monitoring: HealthMonitoring
+    routing: Routing
+    engines: Sequence[ManagedEngine]
+    """All engines of the group; grows as engines are added."""
+    observer: EngineObserver
+    """The group: hears when an engine has generated or the router has answered."""
     catch_up: CatchUpEngine
-    """Brings it to serve from there."""
+    """Brings an engine from its first generation to service."""
     gpus: SharedGpus
-    """Where engines of it share some with the trainer: in its turn none is started."""
+    """GPUs that engines of the group share with the trainer: in the trainer's turn no engine is started on them."""
+    deadlines: Deadlines
+
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        """When a process that ended is started again."""
+        return RestartPolicy(self.config.engine.max_restarts, self.config.engine.restart_window_s)
 
 
 class Keeper(ABC):
-    """Keeps one engine running: a process of the job's own, or somebody else's."""
+    """Keeps one engine running: a process of the job's own, or an external engine."""
 
-    def __init__(self, engine: ManagedEngine, settings: KeeperSettings) -> None:
+    def __init__(self, engine: ManagedEngine, context: KeeperContext) -> None:
         self.engine = engine
-        self.settings = settings
+        self.context = context
         self.has_generated = False
         """Whether the engine ever generated since this keeper has it."""
-        self.health_paused = False
         self.restarts = 0
         """How often it was started, or joined, anew."""
         self._unwanted = anyio.Event()
+        self._given_up = False
         self._busy = 0
         self._started = False
         self._returned = anyio.Event()
 
     @property
     def wanted(self) -> bool:
-        """Whether the engine is to run."""
-        return not self._unwanted.is_set()
+        """Whether the engine is to run: nobody asked for its end, and it was not given up."""
+        return not self._unwanted.is_set() and not self._given_up
 
     @property
     def ended(self) -> bool:
@@ -87,25 +99,32 @@ class Keeper(ABC):
             try:
                 if self.wanted:
                     await self._keep()
+            except EngineError:
+                self._given_up = True
+                raise
             finally:
                 self._returned.set()
 
     async def retire(self) -> None:
-        """No new request reaches the engine; one that serves is DRAINING from now on, and its end is no failure."""
+        """Takes the engine out of the router; one that serves is DRAINING from now on, and its end is no failure."""
         self._leave()
         if self.engine.state is EngineState.SERVING:
             self.engine.move(EngineState.DRAINING)
-        await self.settings.routing.remove(self.engine)
+        await self.context.routing.remove(self.engine)
 
     async def stop(self) -> None:
         """Ends the engine's part in the job; it is STOPPED afterwards. May be called at any time, and again."""
         self._leave()
         with self._at_work():
             await self._end()
-            # Whoever was about to add it did not know yet that it leaves.
-            await self.settings.routing.remove(self.engine)
+            # A task that was about to add it did not know yet that it leaves.
+            await self.context.routing.remove(self.engine)
             if self.engine.state is not EngineState.STOPPED:
                 self.engine.move(EngineState.STOPPED)
+
+    @abstractmethod
+    def successor(self) -> Keeper:
+        """A new keeper for the same engine, once this one has ended."""
 
     @abstractmethod
     async def quarantine(self, reason: str) -> None:
@@ -129,9 +148,10 @@ class Keeper(ABC):
             _log.warning("an engine's keeper did not end in time", engine=self.engine.engine_id, reason=str(error))
 
     def _subject(self) -> Hashable:
-        """What health probes are made of; None while there is nothing to probe."""
+        """Identifies what a health probe would probe; None while there is nothing to probe."""
         serves = self.engine.state in (EngineState.SERVING, EngineState.DRAINING)
-        return (self.engine.endpoint.generation, self.engine.moves) if serves and not self.health_paused else None
+        probed = serves and not self.context.monitoring.paused
+        return (self.engine.endpoint.generation, self.engine.moves) if probed else None
 
     def _leave(self) -> None:
         self._unwanted.set()

@@ -1,8 +1,8 @@
 """Keeps a router running: spawns it, watches it, starts it again when it ends or hangs.
 
 Invariants
-- A new router is told of every engine that the old one knew; requests that meet none in between are the client's to
-  repeat.
+- A new router is told of every engine that the old one knew. Requests that meet no router in between fail, and the
+  client repeats them.
 - A process that cannot be started counts as one that ended.
 - `run` returns when the router is not wanted any more, and raises EngineError with the log's tail when it never
   answered, or ended more often than the policy allows. It raises nothing else.
@@ -11,26 +11,19 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 
-from asyncrl.config.sections.inference import HealthConfig
 from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host import ProcessSpec
-from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.exits import describe_exit, last_lines
 from asyncrl.inference.engines.health import watch_health
-from asyncrl.inference.engines.restarts import RestartHistory, RestartPolicy
+from asyncrl.inference.engines.keeper import KeeperContext
+from asyncrl.inference.engines.restarts import RestartHistory
 from asyncrl.inference.fleet_events import ProcessGivenUp, ProcessRestarting, RouterRestarted
-from asyncrl.inference.routing.routing import Routing
-from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
 
 GRACE_S = 1.0
 
@@ -38,39 +31,27 @@ GRACE_S = 1.0
 class RouterKeeper:
     """One router and its process."""
 
-    def __init__(
-        self,
-        routing: Routing,
-        spec: ProcessSpec,
-        *,
-        host: EngineHost,
-        engines: Sequence[ManagedEngine],
-        policy: RestartPolicy,
-        health: HealthConfig,
-        start_timeout_s: float,
-        events: EventLog,
-        on_answer: Callable[[], None],
-        quarantine: Callable[[ManagedEngine, str], Awaitable[None]],
-    ) -> None:
-        """`engines`: those that the router may know, read anew at each start; one that it refuses is quarantined."""
+    def __init__(self, context: KeeperContext, spec: ProcessSpec) -> None:
+        """`spec` is how the router's process is started."""
         self.answers = False
+        """Whether the present process has answered."""
         self.restarts = 0
-        self._routing = routing
+        self._context = context
         self._spec = spec
-        self._host = host
-        self._engines = engines
-        self._policy = policy
-        self._health = health
-        self._start_timeout_s = start_timeout_s
-        self._events = events
-        self._on_answer = on_answer
-        self._quarantine = quarantine
+        self._host = context.host
+        self._routing = context.routing
+        self._events = context.events
         self._unwanted = anyio.Event()
         self._ended_at: float | None = None
         self._failure: EngineError | None = None
 
+    def successor(self) -> RouterKeeper:
+        """A new keeper for the same router, once this one has ended."""
+        return RouterKeeper(self._context, self._spec)
+
     async def run(self) -> None:
-        history = RestartHistory()
+        """Returns when the router is not wanted any more; raises EngineError when it is given up."""
+        history, policy = RestartHistory(), self._context.restart_policy
         while not self._unwanted.is_set():
             await self._live()
             answered, self.answers = self.answers, False
@@ -80,7 +61,7 @@ class RouterKeeper:
             failure = self._failure or EngineError(f"{self._spec.name} ended")
             if not (answered or self.restarts):
                 raise failure
-            history, delay_s = self._policy.after_end(history, self._ended_at)
+            history, delay_s = policy.after_end(history, self._ended_at)
             if delay_s is None:
                 restarts = len(history.restarts)
                 self._events.emit(ProcessGivenUp(name=self._spec.name, restarts=restarts, reason=str(failure)))
@@ -105,7 +86,7 @@ class RouterKeeper:
             await self._host.stop(self._spec.name, GRACE_S)
 
     async def _live(self) -> None:
-        """One process from its spawn to its end, and why it ended in `_failure`."""
+        """One process from its spawn to its end; leaves in `_failure` why it ended."""
         self._failure = None
         try:
             await self._host.spawn(self._spec)
@@ -129,22 +110,21 @@ class RouterKeeper:
     async def _serve(self) -> None:
         router = self._routing.router
         try:
-            await router.wait_answering(self._start_timeout_s)
+            await router.wait_answering(self._context.config.router.start_timeout_s)
         except TimeoutError as error:
             await self._kill(f"{error}. {await last_lines(self._host, self._spec)}")
             return
         self.answers = True
-        await self._routing.restore(self._engines, self._quarantine)
+        await self._routing.restore(self._context.engines)
         if self._ended_at is not None:
-            known = sum(engine.routed for engine in self._engines)
+            known = sum(engine.routed for engine in self._context.engines)
             seconds = anyio.current_time() - self._ended_at
             self._events.emit(RouterRestarted(router=self._spec.name, engines=known, seconds=seconds))
-        self._on_answer()
+        self._context.observer.changed()
         async with anyio.create_task_group() as task_group:
-            task_group.start_soon(self._routing.tend, self._engines, self._quarantine)
-            await watch_health(
-                self._spec.name, self._health, subject=self._subject, probe=self._probe, convict=self._convict
-            )
+            task_group.start_soon(self._routing.tend, self._context.engines)
+            health = self._context.config.health
+            await watch_health(self._spec.name, health, subject=self._subject, probe=self._probe, convict=self._convict)
 
     async def _probe(self, timeout_s: float) -> None:
         await self._routing.router.workers()

@@ -1,47 +1,44 @@
-"""Which engines the router knows, kept true over the deaths of either side.
+"""Which engines the router knows, across the deaths of either side.
 
 Invariants
-- `engine.routed` says that the router knows the engine, or is to as soon as it can: it is set before the router is told
-  and cleared before the engine is taken out. The router never knows an engine of which it is not said, and what is said
-  and not so yet is owed: `tend`, which runs beside each router, makes it so.
-- A router that is down refuses nothing: whoever is routed is told to the next one (`restore`), and a dead router
-  knows nobody. An engine that is being updated, or whose memory is away, may be unable to answer a router that looks it
-  up: it is not to blame for that, and is told again once it serves.
-- An engine that is started again on its address is unknown to the router before that (`forgotten`), also to one that
-  stood still as it was to be taken out.
+- `engine.routed` is the desired state; `tend`, which runs beside each router, reconciles the router with it. The flag
+  is set before the router is told of an engine, and cleared before the engine is taken out. An engine that is routed
+  and that the router does not list yet is owed.
+- A router that is down refuses nothing: a dead router knows no engine, and the next one is told of all that are routed
+  (`restore`). An engine that is being updated, or whose memory is away, may be unable to answer a router that looks it
+  up. That does not count against it; the router is told again once the engine serves.
+- An engine is started again on its address only after the router has forgotten it (`forgotten`), even if the router
+  hung while the engine was taken out.
 - An engine that is taken out while it is being added ends up unknown. The router lists a worker only some time after it
-  was asked to, so `tend` looks for latecomers afterwards; nobody waits for them.
+  was asked to, so `tend` looks for latecomers afterwards; no other task waits for them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import anyio
 import structlog
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
-from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.engine import ManagedEngine, on_each
 from asyncrl.inference.engines.lifecycle import ROUTABLE
 from asyncrl.inference.routing.router_client import LATE_S, WORKER_TIMEOUT_S, RouterClient, Worker
-from asyncrl.inference.updates.sessions import on_each
 from asyncrl.observability.waits import waiting
+from asyncrl.tasks import Changes
 
 REMOVE_TIMEOUT_S = 1.0
-"""A router that takes longer hangs, and is about to be restarted."""
+"""For a removal; a router that takes longer hangs, and is about to be restarted."""
 ANSWER_TIMEOUT_S = 2.0
 FORGOTTEN_TIMEOUT_S = 120.0
-"""By then a router that hangs was found out by its probes and is another."""
+"""By then the health probes have found a router that hangs, and it was replaced."""
 LOOK_S = 0.1
 PROBE_PATIENCE_S = 5.0
 """From the end of a router to an answer through its successor; 0.2 s measured."""
 
 _log = structlog.get_logger(__name__)
-
-Refuse = Callable[[ManagedEngine, str], Awaitable[None]]
-"""What becomes of an engine that serves and that the router does not take, with the reason."""
 
 
 class Routing:
@@ -51,8 +48,10 @@ class Routing:
         self.router = router
         self._adding: list[tuple[ManagedEngine, anyio.CancelScope]] = []
         self._owed: list[ManagedEngine] = []
-        """Routed, and not known to be listed."""
-        self._interrupted = anyio.Event()
+        """Engines that are routed, and not known to be listed."""
+        self._in_doubt = False
+        """Whether the router's list may differ from the desired state, so that `tend` has to look."""
+        self._changes = Changes()
 
     async def add(self, engine: ManagedEngine) -> None:
         """Makes the router send requests to `engine`; raises EngineError when a router that lives refuses it.
@@ -66,7 +65,7 @@ class Routing:
             await self._tell(engine, WORKER_TIMEOUT_S)
         except EngineError:
             engine.routed = False
-            self._interrupted.set()  # the router may list it all the same
+            self.doubt()  # the router may list it all the same
             raise
 
     async def remove(self, engine: ManagedEngine) -> None:
@@ -77,19 +76,19 @@ class Routing:
         for added, scope in self._adding:
             if added is engine:
                 scope.cancel()
-                self._interrupted.set()
+                self.doubt()
         gone = False
         with contextlib.suppress(EngineError, TimeoutError), anyio.move_on_after(REMOVE_TIMEOUT_S):
             await self.router.remove(engine.endpoint.url, REMOVE_TIMEOUT_S)
             gone = True
-        if not gone:  # the router stands still for a moment, or for good: `tend` sees to it
-            self._interrupted.set()
+        if not gone:  # the router hangs for a moment, or for good: `tend` takes the engine out
+            self.doubt()
 
     async def forgotten(self, engine: ManagedEngine) -> None:
-        """Returns when the router does not list `engine`, which is not routed; warns where it never says so."""
+        """Returns when the router does not list `engine`, which is not routed; warns if it lists it to the end."""
         try:
             with waiting("removal from the router", engine.engine_id, FORGOTTEN_TIMEOUT_S):
-                while True:  # a router on its end has a successor, and one that stands still may go on
+                while True:  # a router that ends has a successor, and one that hangs may go on
                     with contextlib.suppress(EngineError, TimeoutError):
                         await self.router.remove(engine.endpoint.url, ANSWER_TIMEOUT_S)
                         return
@@ -97,17 +96,26 @@ class Routing:
         except TimeoutError as error:
             _log.warning("an engine is started that the router may still send requests to", reason=str(error))
 
-    async def restore(self, engines: Iterable[ManagedEngine], refuse: Refuse) -> None:
-        """Tells a new router of everyone who is routed."""
+    async def restore(self, engines: Iterable[ManagedEngine]) -> None:
+        """Tells a new router of all engines that are routed; it quarantines an engine that serves and is refused."""
         self._owed = [engine for engine in engines if engine.routed]
-        await self._pay((), refuse)
+        await self._pay(())
 
-    async def tend(self, engines: Iterable[ManagedEngine], refuse: Refuse) -> None:
-        """Takes out whoever the router lists and should not, and adds whom it owes; beside it, until cancelled."""
+    def doubt(self) -> None:
+        """Makes `tend` look whether the router's list is the desired one."""
+        self._in_doubt = True
+        self._changes.notify()
+
+    async def tend(self, engines: Iterable[ManagedEngine]) -> None:
+        """Reconciles the router's list with `engine.routed` until cancelled; runs beside the router.
+
+        Takes out engines that are listed and not routed, and adds those that are owed. Quarantines an engine that
+        serves and is refused.
+        """
         while True:
-            if not self._owed:
-                await self._interrupted.wait()
-            self._interrupted = anyio.Event()
+            while not (self._owed or self._in_doubt):
+                await self._changes.wait()
+            self._in_doubt = False
             until, looked_at = anyio.current_time() + LATE_S, 0.0
             while looked_at < until or self._owed:
                 with contextlib.suppress(EngineError, TimeoutError):
@@ -116,20 +124,23 @@ class Routing:
                     for worker in strangers:
                         await self._take_out(worker.url, engines)
                     looked_at = anyio.current_time()
-                    await self._pay([worker for worker in listed if worker not in strangers], refuse)
+                    await self._pay([worker for worker in listed if worker not in strangers])
                 await anyio.sleep(LOOK_S)
 
     async def _take_out(self, url: str, engines: Iterable[ManagedEngine]) -> None:
-        if _routed_at(url, engines):  # by now
+        if _routed_at(url, engines):  # since the list was read
             return
         try:
             await self.router.remove(url, REMOVE_TIMEOUT_S)
         finally:
-            for engine in _routed_at(url, engines):  # meanwhile: the removal may have met it
+            for engine in _routed_at(url, engines):  # routed meanwhile: the removal may have taken it out
                 self._owe(engine)
 
     async def probe(self, version: str | None, patience_s: float = PROBE_PATIENCE_S) -> None:
-        """A generation through the router; one that was just started again is given time. Raises EngineError."""
+        """Has the router answer a generation of `version`; a router that was just started again is given time.
+
+        Raises EngineError when no try within `patience_s` succeeds.
+        """
         until = anyio.current_time() + patience_s
         while True:
             try:
@@ -140,14 +151,14 @@ class Routing:
                     raise
                 await anyio.sleep(LOOK_S)
 
-    async def _pay(self, listed: Sequence[Worker], refuse: Refuse) -> None:
-        """One try for each engine that is owed and not `listed`; one that serves throughout and fails is refused."""
+    async def _pay(self, listed: Sequence[Worker]) -> None:
+        """Tries once to add each engine that is owed and not `listed`; quarantines one that serves and is refused."""
         known = {worker.url for worker in listed if worker.is_healthy and not worker.leaving}
         self._owed = [e for e in self._owed if e.routed and e.endpoint.url not in known]
         before = {engine: engine.moves for engine in self._owed}
 
         async def tell(engine: ManagedEngine) -> None:
-            # Without hope as long as it cannot answer: the next try, once it serves, is not to wait for this one.
+            # An engine that does not serve may be unable to answer: the next try must not wait long for this one.
             if await self._tell(engine, WORKER_TIMEOUT_S if engine.state is EngineState.SERVING else LATE_S):
                 self._settle(engine)
 
@@ -156,8 +167,8 @@ class Routing:
             if engine.engine_id in failed and engine.moves == moves and engine.state is EngineState.SERVING:
                 self._settle(engine)
                 engine.routed = False
-                self._interrupted.set()
-                await refuse(engine, failed[engine.engine_id])
+                self.doubt()
+                await engine.quarantine(failed[engine.engine_id])
 
     def _settle(self, engine: ManagedEngine) -> None:
         self._owed = [other for other in self._owed if other is not engine]
@@ -165,12 +176,12 @@ class Routing:
     def _owe(self, engine: ManagedEngine) -> None:
         self._settle(engine)
         self._owed.append(engine)
-        self._interrupted.set()
+        self.doubt()
 
     async def _tell(self, engine: ManagedEngine, timeout_s: float) -> bool:
-        """Whether a router that lives heard of it; EngineError when it refuses.
+        """Returns whether a router that lives heard of it; raises EngineError when the router refuses.
 
-        Where nobody answers the engine is owed: the router may have ended, and `restore` follows, or stand still.
+        If no router answers the engine is owed: the router may have ended (then `restore` follows), or hang.
         """
         adding = (engine, anyio.CancelScope())
         self._adding.append(adding)
@@ -183,14 +194,15 @@ class Routing:
             return told
         except (EngineError, TimeoutError) as error:
             raise EngineError(str(error)) from error
-        except BaseException:  # cancelled: whether the router took it in is `tend`'s to find out
+        except BaseException:  # cancelled: `tend` finds out whether the router took it in
             self._owe(engine)
             raise
         finally:
             self._adding.remove(adding)
 
     async def _ask_twice(self, engine: ManagedEngine, timeout_s: float) -> bool:
-        """Whether a router heard of it. One that refused first may have been on its end, and have a successor now."""
+        """Returns whether a router heard of it; asks twice, since a router that refuses may be ending and have a
+        successor by the second try."""
         for last in (False, True):
             try:
                 await self.router.add(engine.endpoint.url, timeout_s)

@@ -89,6 +89,10 @@ class RankChecksums(msgspec.Struct, frozen=True):
     per_gpu_checksum: str
 
 
+Checksums = Sequence[RankChecksums]
+"""One entry per rank of an engine, in rank order."""
+
+
 class _CheckReply(msgspec.Struct, frozen=True):
     success: bool
     message: str = ""

@@ -1,13 +1,13 @@
 """Brings an engine that joins late to the published weights, without disturbing the others.
 
 Invariants
-- The engine serves only if, at that moment, it holds the published version and no publication is under way: one that
-  began without it would otherwise leave it behind.
-- Where newer weights were published meanwhile it starts over; where it was taken into a publication there is nothing
-  to do.
-- The copy that it loads is in use until it has; one that was removed all the same is not counted on any more. One that
-  an engine refuses (it is damaged, or cannot be seen from there) costs no restart: that engine waits for a publication.
-- On GPUs that are the trainer's at this time nothing is loaded.
+- The engine serves only if, at that moment, it holds the published version and no publication is under way. A
+  publication that began without it would otherwise leave it behind.
+- If newer weights were published meanwhile it starts over. If a publication took it in, there is nothing to do.
+- The copy is in use while the engine loads it. A copy that was removed all the same is not tried again. A copy that an
+  engine refuses (it is damaged, or the engine cannot read that directory) costs no restart: that engine waits for a
+  publication.
+- In the trainer's turn nothing is loaded on the GPUs that it shares.
 """
 
 from __future__ import annotations
@@ -21,57 +21,65 @@ import structlog
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.inference.engines.engine import ManagedEngine
-from asyncrl.inference.engines.group import serves
 from asyncrl.inference.engines.lifecycle import LIVE
 from asyncrl.inference.fleet_events import EngineCaughtUp
 from asyncrl.inference.gpus.shared_gpus import SharedGpus
+from asyncrl.inference.routing.routing import Routing
 from asyncrl.inference.sglang.engine_api import EngineRequestError
 from asyncrl.inference.updates.copies_in_use import CopiesInUse, Published, is_there
+from asyncrl.inference.updates.deadlines import Deadlines
+from asyncrl.inference.updates.participants import register
+from asyncrl.inference.updates.state import UpdateState
 from asyncrl.inference.updates.verify import abbreviate, unreceived
-from asyncrl.inference.updates.weight_updates import Quarantine, WeightUpdates
 from asyncrl.observability.events import EventLog
 
 _log = structlog.get_logger(__name__)
 
 
 class CatchUp:
-    """The way of a restarted engine to the published version."""
+    """Brings the late engines of one fleet to the published version."""
 
     def __init__(
         self,
-        updates: WeightUpdates,
-        *,
-        verify: bool,
-        quarantine: Quarantine,
-        copies: CopiesInUse,
+        state: UpdateState,
+        routing: Routing,
         gpus: SharedGpus,
+        *,
+        copies: CopiesInUse,
+        deadlines: Deadlines,
+        verify: bool,
         events: EventLog,
     ) -> None:
-        self._updates = updates
-        self._verify = verify
-        self._quarantine = quarantine
-        self._copies = copies
+        """With `verify`, checksums prove that an engine has loaded every tensor of the copy."""
+        self._state = state
+        self._routing = routing
         self._gpus = gpus
+        self._copies = copies
+        self._deadlines = deadlines
+        self._verify = verify
         self._events = events
 
     async def keep(self, engine: ManagedEngine) -> None:
-        """Brings `engine` to the published version whenever it waits for weights outside of a publication."""
-        seen = self._updates.ends
+        """Brings `engine` to the published version whenever it waits for weights and no publication is under way.
+
+        Runs until it is cancelled.
+        """
+        seen = self._state.ends
         await self._bring(engine)
         while True:
-            await self._updates.next_end(seen)
-            seen = self._updates.ends
+            await self._state.next_end(seen)
+            seen = self._state.ends
             await self._bring(engine)
 
     async def _bring(self, engine: ManagedEngine) -> None:
-        """Returns when `engine` serves, or when it is left to the next publication."""
+        """Returns when `engine` serves, or has to wait for the next publication."""
         began = anyio.current_time()
         found: Published | None = None
         while True:
-            published = self._updates.published
+            published = self._state.published
             if published is None or engine.state is not EngineState.PENDING_WEIGHTS:
                 return
-            if self._updates.beginning or self._updates.open_lease:
+            if self._state.under_way:
                 return
             if self._gpus.trainers_turn and engine.endpoint.colocated:
                 return
@@ -85,14 +93,14 @@ class CatchUp:
             if found is not published:
                 if await is_there(published.directory):
                     found = published
-                elif self._updates.published is published:  # somebody removed it
-                    self._updates.published = replace(published, directory=None)
+                elif self._state.published is published:  # somebody removed it
+                    self._state.published = replace(published, directory=None)
                     engine.changed()
                 continue  # much may have happened meanwhile
             found = None  # another try looks again
             with self._copies.held(published.directory):
                 loaded = await self._load(engine, published)
-            if loaded and await self._updates.admit(engine, published.version):
+            if loaded and await self._admit(engine, published.version):
                 break
         self._events.emit(
             EngineCaughtUp(
@@ -104,10 +112,10 @@ class CatchUp:
         )
 
     async def _load(self, engine: ManagedEngine, published: Published) -> bool:
-        """False: it could not, and newer weights or its own end are the next thing to look at."""
+        """Returns whether the engine has loaded the copy; if not, the caller looks at state and version again."""
         engine.move(EngineState.UPDATING, f"catching up with weights {published.version}")
         engine.lose_weights()
-        client, load_s = engine.client, self._updates.deadlines.load_s
+        client, load_s = engine.client, self._deadlines.load_s
         try:
             await client.set_version(f"torn:{published.version}")
             baseline = None
@@ -123,20 +131,38 @@ class CatchUp:
         except (EngineError, WeightUpdateError) as error:
             if engine.state is not EngineState.UPDATING:
                 return False
-            if self._updates.published is not published:  # its files may be gone
+            if self._state.published is not published:  # its files may be gone
                 engine.move(EngineState.PENDING_WEIGHTS, "newer weights were published")
                 return False
             if _refuses(error):
                 engine.refused = published
                 engine.move(EngineState.PENDING_WEIGHTS, f"it could not load {published.directory}: {error}")
             else:
-                await self._quarantine(engine, f"it could not catch up with weights {published.version}: {error}")
+                await engine.quarantine(f"it could not catch up with weights {published.version}: {error}")
             return False
         return engine.state is EngineState.UPDATING
 
+    async def _admit(self, engine: ManagedEngine, version: str) -> bool:
+        """Lets an engine that loaded `version` by itself serve, if that is published and no update is open.
+
+        Otherwise it waits for weights again, and False is returned.
+        """
+        async with self._state.lock:
+            current = self._state.version == version and self._state.open_lease is None
+            if engine.state is not EngineState.UPDATING or engine.leaving:
+                return False
+            if not current:
+                engine.move(EngineState.PENDING_WEIGHTS, "newer weights are being published")
+                return False
+            engine.version = version
+            engine.move(EngineState.SERVING, f"caught up with weights {version}")
+        await register([engine], self._routing)
+        return True
+
 
 def _refuses(error: EngineError | WeightUpdateError) -> bool:
-    """Whether an engine that lives has told, or shown, that it cannot load a copy: another process would not either."""
+    """Whether an engine that lives said, or its checksums showed, that it cannot load a copy. A new process could not
+    load it either."""
     if isinstance(error, EngineRequestError):
         return error.endpoint == "/update_weights_from_disk" and error.status is not None
     return isinstance(error, WeightUpdateError)
@@ -148,12 +174,12 @@ def can_catch_up(engine: ManagedEngine, published: Published) -> bool:
 
 
 def needs_publication(engines: Iterable[ManagedEngine], published: Published | None) -> bool:
-    """Whether no engine serves, and those that live come to serve only by a publication of the weights anew.
+    """Whether no engine serves, and only another publication of the weights can make one serve.
 
-    So do those whose memory is away and whom the router does not know: a publication to them has failed.
+    This includes engines whose memory is away and that the router does not know: a publication to them has failed.
     """
     live = [engine for engine in engines if engine.state in LIVE and not engine.leaving]
-    if published is None or any(serves(engine) or can_catch_up(engine, published) for engine in live):
+    if published is None or any(engine.serves or can_catch_up(engine, published) for engine in live):
         return False
     without = (EngineState.PENDING_WEIGHTS, EngineState.OFFLOADED)
     return any(engine.state in without and engine.takes_weights for engine in live)

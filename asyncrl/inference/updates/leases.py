@@ -1,4 +1,4 @@
-"""The book of weight-update leases: who holds the engines, until when. Pure: time is passed in.
+"""The book of weight-update leases: which engines are leased, until when. Pure: time is passed in.
 
 Invariants
 - At most one lease is open, and a lease ends exactly once: committed, aborted or expired.
@@ -23,6 +23,7 @@ class LeaseBook:
 
     @property
     def open(self) -> UpdateLease | None:
+        """The lease that was granted and has not ended."""
         return self._open
 
     def next_id(self, version: str) -> str:
@@ -46,6 +47,7 @@ class LeaseBook:
         duration_s: float,
         settle_s: float,
     ) -> UpdateLease:
+        """Opens a lease that expires `duration_s` seconds after `now`; times are monotonic, see `UpdateLease`."""
         self._open = UpdateLease(lease_id, version, paused_at, now + duration_s, tuple(engines), settle_s)
         return self._open
 
@@ -57,19 +59,26 @@ class LeaseBook:
         return self._open
 
     def end(self, lease_id: str, how: str) -> None:
-        """`how` completes the sentence "lease-3 ..." for whoever comes later."""
+        """Ends the open lease; `how` completes the sentence "lease-3 ..." for later callers.
+
+        Raises WeightUpdateError as `claim` does.
+        """
         self.claim(lease_id)
         self._open = None
         self._ended[lease_id] = how
 
     def has_ended(self, lease_id: str) -> bool:
+        """Whether the lease was granted and has ended."""
         return lease_id in self._ended
 
 
 def sort_acks(
     lease: UpdateLease, acks: Sequence[UpdateAck], generations: Mapping[str, int]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Ids of the engines that hold the new weights, and for every other engine of the lease the reason why not."""
+    """Ids of the engines that hold the new weights, and for every other engine of the lease the reason why not.
+
+    `generations` are those of the engines' present processes, by engine id.
+    """
     acked = {(ack.engine_id, ack.generation) for ack in acks}
     holders: list[str] = []
     missing: dict[str, str] = {}

@@ -1,17 +1,14 @@
-"""The update session of single engines: opened, closed, given up. No order between engines, no state of the fleet.
+"""The update session of a single engine: opened, closed, given up. No order between engines, no state of the fleet.
 
 Invariants
 - `open_session` = pause (running requests keep their tokens, unless told otherwise) → stamp `torn:<version>` → open.
-- `close_session` leaves an engine that goes on: unpaused, without a session, whatever state it was found in.
+- `close_session` leaves an engine that goes on: unpaused and without a session, whatever state it was in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Mapping
 
-import anyio
-
-from asyncrl.errors import EngineError
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.sglang.engine_api import EngineRequestError, PauseMode
 from asyncrl.inference.updates.deadlines import Deadlines
@@ -19,19 +16,19 @@ from asyncrl.inference.updates.deadlines import Deadlines
 PAUSE_MODES: Mapping[str, PauseMode] = {
     "retract": "retract",
     "in_place": "in_place",
-    "wait": "retract",  # of what did not end in time
+    "wait": "retract",  # for requests that did not end in time
     "abort": "abort",
 }
-"""How engines are paused, by weights.on_update."""
+"""`weights.on_update` → how engines are paused."""
 
 
 async def open_session(
     engine: ManagedEngine, version: str, *, verify: bool, deadlines: Deadlines, mode: PauseMode = "retract"
 ) -> None:
-    """Makes `engine` ready to receive.
+    """Makes `engine` ready to receive weights `version`; raises EngineError.
 
-    `mode` is what becomes of running requests. To `verify`, one that never had weights of this run is given a baseline
-    first.
+    `mode` says what becomes of running requests. With `verify`, an engine that never had weights of this run is given a
+    baseline first: random numbers and their checksums.
     """
     client = engine.client
     if not engine.offloaded:
@@ -44,7 +41,10 @@ async def open_session(
 
 
 async def close_session(engine: ManagedEngine, *, restored: str | None, deadlines: Deadlines) -> None:
-    """Ends a session that may not be open, and the pause. Without a version to go back to, its requests are aborted."""
+    """Ends the session, which may not be open, and the pause; raises EngineError.
+
+    The engine goes on with version `restored`; where that is None, its requests are aborted.
+    """
     client = engine.client
     try:
         await client.end_weight_update(deadlines.walk_s)
@@ -62,26 +62,6 @@ async def close_session(engine: ManagedEngine, *, restored: str | None, deadline
 
 
 async def resume(engine: ManagedEngine, deadlines: Deadlines) -> None:
-    """Ends the pause, unless memory of the engine is still away."""
+    """Ends the pause, unless memory of the engine is still away; raises EngineError."""
     if not engine.offloaded:
         await engine.client.resume(deadlines.step_s)
-
-
-async def on_each(engines: Iterable[ManagedEngine], step: Callable[[ManagedEngine], Awaitable[None]]) -> dict[str, str]:
-    """Takes `step` on all engines at once; engine id → reason for those that failed."""
-    failed: dict[str, str] = {}
-
-    async def one(engine: ManagedEngine) -> None:
-        try:
-            await step(engine)
-        except (EngineError, TimeoutError) as error:
-            failed[engine.engine_id] = reason_of(error)
-
-    async with anyio.create_task_group() as task_group:
-        for engine in engines:
-            task_group.start_soon(one, engine)
-    return failed
-
-
-def reason_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__

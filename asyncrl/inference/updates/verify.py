@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from asyncrl.inference.sglang.engine_api import RankChecksums
+from asyncrl.inference.sglang.engine_api import Checksums
 
-Checksums = Sequence[RankChecksums]
-"""One entry per rank of an engine, in rank order."""
 _SHOWN = 5
 
 

@@ -1,4 +1,4 @@
-"""The engines' weight checker, asked of all at once; `compare` is done by checksums.
+"""Runs the engines' weight checker on all of them at once; `compare` is done by checksums.
 
 The engine's own comparison needs a GPU.
 """
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
-from asyncrl.inference.engines.engine import ManagedEngine
+from asyncrl.inference.engines.engine import ManagedEngine, on_each
 from asyncrl.inference.engines.lifecycle import LIVE
-from asyncrl.inference.sglang.engine_api import CheckAction
-from asyncrl.inference.updates.sessions import on_each
-from asyncrl.inference.updates.verify import Checksums, abbreviate, differing
+from asyncrl.inference.sglang.engine_api import CheckAction, Checksums
+from asyncrl.inference.updates.participants import complaints
+from asyncrl.inference.updates.verify import abbreviate, differing
 
 
 class WeightsCheck:
-    """Remembers the last snapshot."""
+    """The weight checker of a fleet; remembers the last snapshot."""
 
     def __init__(self) -> None:
         self._references: dict[str, Checksums] = {}
@@ -25,9 +25,10 @@ class WeightsCheck:
     async def run(
         self, engines: Sequence[ManagedEngine], action: CheckAction, skip_list: Sequence[str]
     ) -> Mapping[str, Checksums]:
-        """Checksums of all live engines that have their weights for `checksum`, else nothing.
+        """Runs `action` on all live engines that have their weights in memory.
 
-        Raises EngineError that names every engine which did not answer; `compare` also where tensors differ.
+        Returns engine id → checksums for `checksum`, else nothing. Raises EngineError that names every engine which did
+        not answer; for `compare` also one that names the tensors which differ.
         """
         results: dict[str, Checksums] = {}
         read: CheckAction = "checksum" if action in ("snapshot", "compare") else action
@@ -39,8 +40,7 @@ class WeightsCheck:
         asked = [engine for engine in engines if engine.state in able and "weights" not in engine.offloaded]
         failed = await on_each(asked, one)
         if failed:
-            told = "; ".join(f"{engine_id}: {reason}" for engine_id, reason in failed.items())
-            raise EngineError(f"weights were not checked ({action}): {told}")
+            raise EngineError(f"weights were not checked ({action}): {complaints(failed)}")
         if action == "snapshot":
             self._references = results
         if action == "compare":

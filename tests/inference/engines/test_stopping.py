@@ -289,12 +289,13 @@ def with_everything(fleet: Fleet) -> None:
     fleet.host.servers |= {"eval-0": ScriptedEngine(), "router-eval": ScriptedRouter()}
 
 
-async def test_all_groups_end_at_once(start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_groups_end_at_once(start_fleet: StartFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = replace(cpu_layout(2), beside={"judge": beside("judge", 1), "eval": beside("eval", 1)})
     settings: dict[str, Any] = {"models": {"judge": {}}, "eval": {"fleet": {}}}
     async with start_fleet(2, layout=layout, prepare=with_everything, **settings) as fleet:
         await fleet.controller.wait_ready()
-        await fleet.controller.start_eval_fleet()
+        with pytest.raises(EngineError, match=r"weights 0\.3 cannot be evaluated"):  # its engines run all the same
+            await fleet.controller.pin_eval_fleet(tmp_path / "absent", "0.3")
         end_slowly(fleet, monkeypatch, 0.7)
         await dispose_within(fleet, 4.0)  # one after another: three groups of router, then engines
         assert set(fleet.states()) == {"stopped"}
@@ -350,5 +351,5 @@ async def test_a_fleet_that_was_disposed_of_starts_no_engines_for_an_evaluation(
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
         await evaluated.fleet.controller.dispose()
         with pytest.raises(EngineError, match="disposed"):
-            await evaluated.fleet.controller.start_eval_fleet()
+            await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
         assert not any(name.startswith("eval") for name in evaluated.fleet.host.spawned)

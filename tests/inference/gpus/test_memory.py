@@ -361,7 +361,7 @@ async def test_an_offload_that_moved_nothing_leaves_the_turn_with_the_engines(
             parts.memory._lease_timeout_s = 0.1
 
             async def hold() -> None:
-                async with parts.updates.lock:
+                async with parts.state.lock:
                     held.set()
                     await anyio.sleep_forever()
 
@@ -389,7 +389,7 @@ async def test_each_move_of_memory_has_a_deadline_that_follows_from_the_weights(
     async with start_fleet(1, colocated=True) as fleet:
         await publish(fleet, "0.0", None)
         monkeypatch.setattr(engine_api, "waiting", noted)
-        large = fleet.controller._started.updates.deadlines = Deadlines(size_bytes=50 * 10**9, ranks=2)
+        large = fleet.controller._started.actor.deadlines = Deadlines(size_bytes=50 * 10**9, ranks=2)
         await fleet.controller.offload()
         await fleet.controller.onload()
         assert large.move_s == 310.0

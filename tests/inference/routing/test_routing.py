@@ -52,13 +52,10 @@ async def test_an_engine_that_is_added_while_its_address_is_taken_out_is_told_ag
     router = SlowRouter(["http://latecomer", "http://engine-0"])
     engine = ListedEngine()
     routing = Routing(router)  # type: ignore[arg-type]
-    routing._interrupted.set()
-
-    async def refused(engine: object, reason: str) -> None:
-        raise AssertionError(reason)
+    routing.doubt()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(routing.tend, [engine], refused)
+        tasks.start_soon(routing.tend, [engine])
         with anyio.fail_after(10):
             await router.stands_still.wait()
             await routing.add(engine)  # type: ignore[arg-type]  # listed already: nothing is done
@@ -75,6 +72,9 @@ class ListedEngine:
 
     def changed(self) -> None:
         """Nobody looks."""
+
+    async def quarantine(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 class SlowRouter:
@@ -103,7 +103,6 @@ async def test_an_engine_that_the_router_refused_and_lists_all_the_same_is_taken
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
-        await evaluated.fleet.controller.start_eval_fleet()
         evaluated.router.faults.add(refuse("add_worker", 500, when="after", times=None))
         with pytest.raises(EngineError, match="refused"):
             await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
@@ -115,7 +114,6 @@ async def test_a_pin_that_is_cancelled_in_its_registration_leaves_nobody_listed(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
-        await evaluated.fleet.controller.start_eval_fleet()
         checkpoint = evaluated.checkpoint("0.3")
         goes_on, taken_in = anyio.Event(), anyio.Event()
 
@@ -154,7 +152,7 @@ async def test_the_numbers_of_each_router_are_where_view_and_event_say(start_fle
     async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
         fleet = evaluated.fleet
         await fleet.controller.wait_ready()
-        await fleet.controller.start_eval_fleet()
+        await fleet.controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
         expected = {"actor": metrics_url(fleet.host, "router"), "eval": metrics_url(fleet.host, "router-eval")}
         assert fleet.controller.fleet().metrics_urls == expected
         told: list[dict[str, Any]] = [event for event in fleet.events.recent if event["kind"] == "fleet_ready"]

@@ -167,7 +167,7 @@ async def test_a_lease_says_how_long_its_end_may_take_and_that_is_longer_than_al
 ) -> None:
     async with start_fleet(1) as fleet:
         await publish(fleet, "0.0", None)
-        deadlines = fleet.controller._started.updates.deadlines = Deadlines(size_bytes)
+        deadlines = fleet.controller._started.actor.deadlines = Deadlines(size_bytes)
         lease = await fleet.controller.begin_weight_update("0.1")
         await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
     assert lease.settle_s >= deadlines.commit_s(verify=True) + deadlines.take_back_s + 2 * WORKER_TIMEOUT_S
