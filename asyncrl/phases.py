@@ -22,7 +22,8 @@ from asyncrl.errors import AsyncRLError, ConfigError, EnginesLostError
 from asyncrl.job import Job
 from asyncrl.observability.events import CheckpointWritten, FaultSeen, read_events
 from asyncrl.rollout.group_events import GroupsRolledBack
-from asyncrl.rollout.scheduling.ledger import TRAINER, rolled_back
+from asyncrl.rollout.scheduling.deliveries import TRAINER
+from asyncrl.rollout.scheduling.ledger import rolled_back
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.components import RolloutComponents

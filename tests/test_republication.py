@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError, EngineError, RolloutError, WeightUpdate
 from asyncrl.inference.sglang.engine_api import ProbeAnswer
 from asyncrl.phases import evaluate, gather, make_room, publish
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.scheduling.ledger import TRAINER
+from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.weights.publication import PublicationReport
 from tests.inference.conftest import StartFleet, anyio_backend, eventually, start_fleet
 from tests.inference.transaction_rig import Rig, rig

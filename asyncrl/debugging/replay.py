@@ -26,7 +26,7 @@ from asyncrl.observability.line_file import LineFile, encode_line
 from asyncrl.observability.metrics import read_metrics
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.metrics import RolloutMetrics
-from asyncrl.rollout.scheduling.ledger import TRAINER
+from asyncrl.rollout.scheduling.deliveries import TRAINER
 
 COMPARISON = "comparison.jsonl"
 """In the run directory: a line for each replayed step."""

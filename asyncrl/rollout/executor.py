@@ -45,7 +45,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.group_events import GroupsTrained, RewardFailed
+from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout
 from asyncrl.rollout.requests.connection import Connection, Connections
 from asyncrl.rollout.requests.wire import SamplingParams
@@ -56,9 +56,11 @@ from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sam
 from asyncrl.rollout.saved_rollout import SavedRollout, decode_rollout, encode_rollout, made_with
 from asyncrl.rollout.scheduling.admission import Limits
 from asyncrl.rollout.scheduling.collection import FirstBatchCheck
+from asyncrl.rollout.scheduling.deliveries import TRAINER, Deliveries
 from asyncrl.rollout.scheduling.filters import Filters
-from asyncrl.rollout.scheduling.ledger import TRAINER, Ledger, Reached
-from asyncrl.rollout.scheduling.production import Issue, Production
+from asyncrl.rollout.scheduling.group import Group, Issue
+from asyncrl.rollout.scheduling.ledger import Ledger, Reached
+from asyncrl.rollout.scheduling.production import Production
 from asyncrl.rollout.statistics import ExecutorStatistics
 
 T = TypeVar("T")
@@ -107,7 +109,8 @@ class RolloutExecutor:
         self._name = name
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
-        self._ledger = Ledger(trainers)
+        self._ledger = Ledger(events.emit)
+        self._deliveries = Deliveries(trainers)
         self._several = len(trainers) > 1
         self._gathering = anyio.Lock()
         self._shared: dict[int, RolloutBatch] = {}
@@ -161,7 +164,6 @@ class RolloutExecutor:
             filters=filters,
             min_usable=self._min_usable,
             ledger=self._ledger,
-            events=self._events,
             waiting=max(2, rollout.concurrency // rollout.samples_per_prompt),
         )
         await task_group.start(production.serve, name="groups")
@@ -191,7 +193,7 @@ class RolloutExecutor:
         fails on too much of the first batch.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()  # the only chance where the batch is there
-        self._ledger.check_deliverable(rollout_id, trainer)
+        self._deliveries.check_deliverable(rollout_id, trainer)
         if not self._several:
             return await self._gather(rollout_id, trainer)
         if rollout_id not in self._shared:
@@ -201,22 +203,22 @@ class RolloutExecutor:
                         self._shared[rollout_id] = await self._gather(rollout_id, trainer)
                         return self._shared[rollout_id]
         batch = self._shared[rollout_id]
-        if not self._ledger.share(rollout_id, trainer):
+        if not self._deliveries.share(rollout_id, trainer):
             del self._shared[rollout_id]
         return batch
 
     async def _gather(self, rollout_id: int, trainer: str) -> RolloutBatch:
         began = time.monotonic()
         taken = await self._started.production.take(rollout_id)
-        self._events.emit(self._ledger.deliver(rollout_id, [group.group_id for group in taken.groups], trainer))
+        self._deliveries.deliver(rollout_id, taken.groups, trainer)
         self._first_batch.closed = True
         now, engines = time.monotonic(), self._started.engines
         failed, aborted = sum(engines.client.statistics().failed_attempts.values()), engines.aborts.requests
         measure = partial(
             measure_rollout,
             rollout_id,
-            taken.groups,
-            epoch=taken.epoch,
+            taken.samples,
+            epoch=taken.groups[0].issue.epoch,
             collection=taken.collection,
             ready_groups=taken.ready,
             failed_attempts=failed - self._failed_attempts,
@@ -229,7 +231,7 @@ class RolloutExecutor:
         )
         self._delivered_at, self._failed_attempts, self._aborted_requests = now, failed, aborted
         with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it
-            self._last_rollout, batch = await _in_thread(lambda: self._deliver(measure, taken.groups))
+            self._last_rollout, batch = await _in_thread(lambda: self._deliver(measure, taken.samples))
         return batch
 
     def _deliver(
@@ -259,25 +261,21 @@ class RolloutExecutor:
 
     async def commit(self, rollout_id: int, trainer: str = TRAINER) -> None:
         """`trainer` has trained the batch. RolloutError when it never got it, or committed it before."""
-        if (trained := self._ledger.commit(rollout_id, trainer)) is not None:
-            self._trained(trained)
+        self._trained(rollout_id, self._deliveries.commit(rollout_id, trainer))
 
     def settle(self, step: int, trainer: str = TRAINER) -> None:
         """The job ends, and `trainer` has trained the batches before that of `step`: a later one is taken back.
 
         Its groups are in what `save` returns, to be generated again; what was trained last is committed.
         """
-        trained, taken_back = self._ledger.settle(step, trainer)
-        if trained is not None:
-            self._trained(trained)
-        self._started.production.take_back(taken_back)
+        self._trained(step - 1, self._deliveries.settle(step, trainer))
 
     async def save(self) -> dict[str, bytes]:
         """Files for a checkpoint of the trainer as it is between a `commit` and the next `get`.
 
         Raises RolloutError where a batch is with the trainer, and what made generation fail.
         """
-        self._ledger.check_all_committed()
+        self._deliveries.check_all_committed()
         finished, again = self._started.production.save()
         prompts, ended = self._started.stream.state(), self._ledger.ended
         reasons, settings = dict(self._ledger.drop_reasons), made_with(self._config)
@@ -297,8 +295,8 @@ class RolloutExecutor:
             _log.warning(
                 "finished groups of the checkpoint are generated again: settings were changed", changed=changed
             )
-        restored = self._started.production.restore(step, saved.finished, saved.again)
-        self._events.emit(self._ledger.restore(restored, saved.ended, saved.drop_reasons))
+        self._started.production.restore(step, saved.finished, saved.again)
+        self._ledger.continue_counts(saved.ended, saved.drop_reasons)
         return reached
 
     async def eval(self, rollout_id: int) -> EvalReport:
@@ -352,8 +350,8 @@ class RolloutExecutor:
 
     async def dispose(self) -> None:
         """Ends what is being gathered or waits to be committed, the reward workers and the connections. Idempotent."""
-        for dropped in self._ledger.drop_delivered("the job ended before they were trained"):
-            self._events.emit(dropped)
+        self._ledger.drop_delivered("the job ended before they were trained")
+        self._deliveries.forget()
         await self._to_close.aclose()
 
     @property
@@ -366,9 +364,10 @@ class RolloutExecutor:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
         return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where)
 
-    def _trained(self, trained: GroupsTrained) -> None:
-        self._started.production.committed(trained.group_ids)
-        self._events.emit(trained)
+    def _trained(self, rollout_id: int, groups: Sequence[Group] | None) -> None:
+        """`groups` are those of a batch that its last trainer committed; None where others still train it."""
+        if groups is not None:
+            self._ledger.train(rollout_id, groups)
 
     async def _generate(self, issue: Issue, on_started: Callable[[], None]) -> SampleGroup:
         def on_scored(sample: Sample) -> None:

@@ -23,8 +23,8 @@ from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import FinishReason, Sample, SampleGroup, TokenSequence, Turn, VersionSpan
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.line_file import without_surrogates
+from asyncrl.rollout.scheduling.group import Issue
 from asyncrl.rollout.scheduling.ledger import Reached
-from asyncrl.rollout.scheduling.production import Issue
 
 STATE = "rollout.json"
 TENSORS = "rollout.safetensors"

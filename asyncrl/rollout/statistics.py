@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.rollout.requests.generate_client import ClientStatistics
-from asyncrl.rollout.scheduling.ledger import GroupState
+from asyncrl.rollout.scheduling.group import GroupState
 
 
 @dataclass(frozen=True, slots=True)

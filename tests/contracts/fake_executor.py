@@ -16,7 +16,9 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.errors import RolloutError
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
-from asyncrl.rollout.scheduling.ledger import TRAINER, Ledger, Reached
+from asyncrl.rollout.scheduling.deliveries import TRAINER, Deliveries
+from asyncrl.rollout.scheduling.group import Group, Issue
+from asyncrl.rollout.scheduling.ledger import Ledger, Reached
 
 
 class FakeExecutor:
@@ -27,23 +29,28 @@ class FakeExecutor:
         self._prompts_per_step = prompts_per_step
         self._samples_per_prompt = samples_per_prompt
         self._tokens = tokens
-        self._ledger = Ledger()
+        self._ledger = Ledger(lambda event: None)
+        self._deliveries = Deliveries()
         self._groups = 0
         self._disposed = False
 
     async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:
         if self._disposed:
             raise RolloutError(f"rollout {rollout_id} is being gathered already, or the executor was disposed")
-        self._ledger.check_deliverable(rollout_id, trainer)
-        groups = [self._sample() for _ in range(self._prompts_per_step)]
-        self._ledger.deliver(rollout_id, [group.group_id for group in groups], trainer)
-        return RolloutBatch.from_groups(rollout_id, groups, temperature=1.0)
+        self._deliveries.check_deliverable(rollout_id, trainer)
+        groups = [self._finished() for _ in range(self._prompts_per_step)]
+        samples = [group.result for group in groups if group.result is not None]
+        self._ledger.deliver(rollout_id, groups)
+        self._deliveries.deliver(rollout_id, groups, trainer)
+        return RolloutBatch.from_groups(rollout_id, samples, temperature=1.0)
 
     async def commit(self, rollout_id: int) -> None:
-        self._ledger.commit(rollout_id)
+        groups = self._deliveries.commit(rollout_id)
+        assert groups is not None, "there is one trainer"
+        self._ledger.train(rollout_id, groups)
 
     async def save(self) -> dict[str, bytes]:
-        self._ledger.check_all_committed()
+        self._deliveries.check_all_committed()
         return {"fake.json": str(self._groups).encode()}
 
     async def restore(self, files: Mapping[str, bytes], step: int) -> Reached:
@@ -79,13 +86,13 @@ class FakeExecutor:
             self._disposed = True
             self._ledger.drop_delivered("the job ended before they were trained")
 
-    def _sample(self) -> SampleGroup:
+    def _finished(self) -> Group:
         group_id = f"{self._groups:08d}"
-        self._groups += 1
         prompt_ids = np.arange(1, 4, dtype=np.int32)
         prompt = Prompt(prompt_id=group_id, text="", token_ids=prompt_ids)
-        self._ledger.admit(group_id, group_id, 0)
-        self._ledger.run(group_id)
+        group = self._ledger.admit(Issue(self._groups, prompt, epoch=0))
+        self._groups += 1
+        self._ledger.start(group, deadline=0)
         turn = Turn(
             prompt_ids,
             np.full(self._tokens, 5, np.int32),
@@ -98,5 +105,5 @@ class FakeExecutor:
             )
             for index in range(self._samples_per_prompt)
         )
-        self._ledger.finish(group_id, len(samples), 0)
-        return SampleGroup(group_id, prompt, samples)
+        self._ledger.finish(group, SampleGroup(group_id, prompt, samples), deadline=0)
+        return group

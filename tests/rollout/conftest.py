@@ -14,7 +14,7 @@ from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.rewards.pool import ProcessHost
-from asyncrl.rollout.scheduling.ledger import TRAINER
+from asyncrl.rollout.scheduling.deliveries import TRAINER
 from tests.scripted.answers import AnsweringEngine
 from tests.tiny_policy import write_policy
 

@@ -15,7 +15,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.requests.connection import Connection
-from asyncrl.rollout.scheduling.ledger import GroupState
+from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually
 from tests.scripted.answers import Action, scripted_engine

@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, DataError, RewardError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.scheduling.collection import Collection, FirstBatchCheck
-from asyncrl.rollout.scheduling.ledger import GroupState
+from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, scripted_engine
 

@@ -17,7 +17,7 @@ import torch
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.requests.retry import RequestFault
-from asyncrl.rollout.scheduling.ledger import GroupState
+from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, let_time_out, told
 from tests.rollout.test_executor import group_of, sample_of

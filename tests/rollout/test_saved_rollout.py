@@ -19,8 +19,8 @@ from asyncrl.errors import AsyncRLError, CheckpointError, DataError, RolloutErro
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.group_events import GroupDropped, GroupFinished
 from asyncrl.rollout.saved_rollout import STATE, TENSORS, SavedRollout, decode_rollout, encode_rollout, made_with
-from asyncrl.rollout.scheduling.ledger import GroupState, Reached
-from asyncrl.rollout.scheduling.production import Issue
+from asyncrl.rollout.scheduling.group import GroupState, Issue
+from asyncrl.rollout.scheduling.ledger import Reached
 from tests.rollout.conftest import StartExecutor
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 

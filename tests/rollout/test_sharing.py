@@ -14,7 +14,7 @@ from asyncrl.errors import RolloutError
 from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.scheduling.ledger import GroupState
+from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import deadlines
 from tests.rollout.test_executor import group_of

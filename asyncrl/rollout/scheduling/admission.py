@@ -15,29 +15,41 @@ Invariants
 - No group is taken after its deadline.
 - There is always something to wait for, or a batch: at most (k + 1)·B unfiltered groups are ever admitted with a
   deadline <= k, since that takes t <= k - s; each batch that keeps the rule for every k leaves a state from which the
-  next one can. Without this look-ahead it fails at s = 2: two batches of young groups can leave more than B that all
-  must be trained in the same step (tests/rollout/scheduling/test_admission.py shows it).
+  next one can. Without this look-ahead it fails at s = 2, as the example shows.
+
+Example: B = 2, s = 2, O = 0, and new weights after every batch.
+
+    t = 0   (0 + 2 + 1)·2 = 6 groups may begin: a b c d e f, all with deadline 0 + 2 = 2.
+    j = 0   a and b finish first. Were they taken, c d e f would stay: 4 groups with deadline <= 2, and the batches
+            of steps 1 and 2 have (2 - 0)·2 = 4 places for them. Take a b.
+    t = 1   2 places are free: g h begin, with deadline 1 + 2 = 3.
+    j = 1   g and h finish first. Were they taken, c d e f would still be 4 groups with deadline <= 2, and only the
+            batch of step 2 is left for them, with (2 - 1)·2 = 2 places. So wait until two of c d e f are finished,
+            and take those: their deadline is the earlier one. Earliest deadline first without the look-ahead would
+            take g h here, and then two of c d e f could never be trained.
 
 The allowance O loosens the rule for k > j by O groups, because up to O can still be dropped: what would have to be in
 batch j and finds no place is dropped as surplus; where s lets it live on, it stays for a later batch. With
 `straggler = "reissue"` an unfinished group never holds up a batch that could be had without it: it is dropped, to be
 issued again.
 
-All queries cost O(s) but for the choice of a batch, which sorts the finished groups.
+The groups are those of the ledger. All queries cost O(s) but for the choice of a batch, which sorts the finished ones.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
+from asyncrl.rollout.scheduling.group import Group, GroupState
+from asyncrl.rollout.scheduling.ledger import Ledger
+
 _NEVER = 1 << 60
-"""Deadline of what is made by weights without a version: such weights never change."""
+"""Deadline of a group whose weights have no version: such weights never change."""
 _NAMED = 3
-"""Groups that a `Waiting` names."""
+"""Most groups that a `Waiting` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +67,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to do for the next step; `Admission.take` does it."""
+    """What the caller is to do for the next step: move these groups in the ledger, then `advance`."""
 
-    groups: tuple[str, ...]
+    groups: tuple[Group, ...]
     """B finished groups, earliest deadline first, then as admitted."""
-    surplus: tuple[str, ...] = ()
+    surplus: tuple[Group, ...] = ()
     """Groups that no batch has room for before their deadline: to be dropped."""
-    reissue: tuple[str, ...] = ()
+    reissue: tuple[Group, ...] = ()
     """Unfinished groups at their deadline: to be dropped, their prompts issued again."""
 
 
@@ -70,38 +82,28 @@ class Waiting:
     """Why there is no batch now."""
 
     missing: int
-    """Finished groups that lack for a batch of any kind; 0 when it is the deadline of `groups` that holds it up."""
-    groups: tuple[str, ...]
+    """Finished groups that lack for a batch of any kind; 0 when the deadline of `groups` holds the batch up."""
+    groups: tuple[Group, ...]
     """The oldest of the unfinished groups that are waited for; some may still have to be admitted."""
 
     def __str__(self) -> str:
-        named = ", ".join(self.groups)
+        named = ", ".join(group.group_id for group in self.groups)
         if self.missing:
             return f"{self.missing} more groups" + (f", the oldest: {named}" if named else "")
         return f"{named}: to be trained now or never"
 
 
 class Admission:
-    """The state of the rule. A group is admitted, started, finished and taken in a batch, or removed on the way."""
+    """The rule over the groups of a ledger, which it only reads. Its own state are three steps."""
 
-    def __init__(self, limits: Limits, *, first: int = 0) -> None:
-        """`first` is the step of the first batch: all before it were consumed by earlier attempts of the job."""
+    def __init__(self, limits: Limits, ledger: Ledger) -> None:
+        """Admits nothing before `begin` and `extend`."""
         self._limits = limits
-        self._step = first
-        self._horizon = first
+        self._ledger = ledger
+        self._begun = False
+        self._step = 0
+        self._horizon = 0
         self._published: int | None = None
-        self._open: dict[str, int | None] = {}
-        """Deadlines of unfinished groups, as admitted; None until started: then it moves with the published weights."""
-        self._done: dict[str, int] = {}
-        """Deadlines of finished groups."""
-        self._order: dict[str, int] = {}
-        """Place of each live group in the order of admission."""
-        self._admitted = 0
-        self._queued = 0
-        self._running: Counter[int] = Counter()
-        """Started and unfinished groups by deadline."""
-        self._finished: Counter[int] = Counter()
-        """Finished groups by deadline."""
 
     @property
     def step(self) -> int:
@@ -109,18 +111,10 @@ class Admission:
         return self._step
 
     @property
-    def published(self) -> int | None:
-        """t; None while weights have no version, as those that never change: nothing is ever stale then."""
-        return self._published
-
-    @property
     def live(self) -> int:
-        return len(self._order)
-
-    @property
-    def finished(self) -> int:
-        """Groups that wait to be taken."""
-        return len(self._done)
+        """Groups that were admitted and neither taken nor removed."""
+        groups = self._ledger.groups
+        return len(groups(GroupState.ADMITTED)) + len(groups(GroupState.RUNNING)) + len(groups(GroupState.FINISHED))
 
     @property
     def room(self) -> int:
@@ -130,71 +124,58 @@ class Admission:
         batches = min(newest + limits.staleness + 1, self._horizon) - self._step
         return max(0, batches * limits.batch + limits.oversample - self.live) if batches > 0 else 0
 
+    # what changes
+
+    def begin(self, first: int) -> None:
+        """The first batch is that of step `first`; earlier attempts of the job took those before. Once."""
+        if not self._begun:
+            self._begun, self._step, self._horizon = True, first, first
+
     def extend(self, horizon: int) -> None:
         """Batches of steps below `horizon` will be wanted; nothing is admitted for later ones."""
         self._horizon = max(self._horizon, horizon)
 
     def publish(self, step: int) -> None:
-        """The engines hold the weights of `step` trained steps now."""
+        """The engines hold the weights of `step` now (t). Until the first call nothing is ever stale."""
         self._published = step
 
-    def admit(self, group_id: str) -> None:
-        """Where there is `room`."""
-        self._open[group_id] = None
-        self._order[group_id] = self._admitted
-        self._admitted += 1
-        self._queued += 1
+    def advance(self) -> None:
+        """The batch of `step` was taken; the next one is wanted now."""
+        self._step += 1
 
-    def start(self, group_id: str) -> None:
-        """Its first request is under way, with the published weights or newer ones."""
-        self._open[group_id] = deadline = self._newest_deadline
-        self._queued -= 1
-        self._running[deadline] += 1
+    # deadlines
 
-    def finish(self, group_id: str, oldest: int | None) -> bool:
-        """All of it is there; `oldest` is the step of the weights that made its oldest token, None if they have none.
+    @property
+    def newest_deadline(self) -> int:
+        """Deadline of a group that is started now: its tokens are made by the published weights, or by newer ones."""
+        return _NEVER if self._published is None else self._published + self._limits.staleness
 
-        Returns False when no batch to come may train it any more: remove it.
+    def deadline(self, group: Group, oldest: int | None) -> int:
+        """Deadline of a running group whose samples have all ended.
+
+        `oldest` is the step of the weights that made its oldest token, None if they have none.
         """
-        deadline = self._open.pop(group_id)
-        assert deadline is not None, "finished before it was started"
-        self._running[deadline] -= 1
-        if self._published is not None and oldest is not None:
-            deadline = oldest + self._limits.staleness
-        self._done[group_id] = deadline
-        self._finished[deadline] += 1
-        return deadline >= self._step
+        assert group.deadline is not None, "finished before it was started"
+        return group.deadline if self._published is None or oldest is None else oldest + self._limits.staleness
 
-    def restore(self, group_id: str, oldest: int | None) -> bool:
-        """An earlier attempt of the job finished it; arguments and result as of `finish`."""
-        self._order[group_id] = self._admitted
-        self._admitted += 1
-        self._done[group_id] = deadline = _NEVER if oldest is None else oldest + self._limits.staleness
-        self._finished[deadline] += 1
-        return deadline >= self._step
+    def restored_deadline(self, oldest: int | None) -> int:
+        """Deadline of a group that an earlier attempt finished; `oldest` as in `deadline`."""
+        return _NEVER if oldest is None else oldest + self._limits.staleness
 
-    def without_place(self) -> tuple[str, ...]:
-        """Restored groups that no batch has room for before their deadline, the allowance included: to be removed.
+    def with_place(self, deadlines: Sequence[int]) -> set[int]:
+        """Which of the restored groups with these deadlines some batch has room for in time; indices.
 
-        There are none unless batches or the bound are smaller than in the attempt that saved them.
+        The allowance counts as room. All of them have a place, unless batches or the bound are smaller than in the
+        attempt that saved the groups.
         """
-        limits, placed, left = self._limits, 0, []
-        for group_id in self._in_order():
-            if placed < (self._done[group_id] - self._step + 1) * limits.batch + limits.oversample:
-                placed += 1
-            else:
-                left.append(group_id)
-        return tuple(left)
+        limits, placed = self._limits, set[int]()
+        for index in sorted(range(len(deadlines)), key=deadlines.__getitem__):
+            batches = deadlines[index] - self._step + 1
+            if batches > 0 and len(placed) < batches * limits.batch + limits.oversample:
+                placed.add(index)
+        return placed
 
-    def remove(self, group_id: str) -> None:
-        """It was filtered or dropped."""
-        del self._order[group_id]
-        if group_id in self._done:
-            self._finished[self._done.pop(group_id)] -= 1
-        elif (deadline := self._open.pop(group_id)) is None:
-            self._queued -= 1
-        else:
-            self._running[deadline] -= 1
+    # the next batch
 
     def impossible(self) -> str | None:
         """Why no batch can come before newer weights are published, or None."""
@@ -207,34 +188,21 @@ class Admission:
 
     def next_batch(self) -> Batch | Waiting:
         """The batch of `step`, or what it waits for. Changes nothing."""
-        missing = self._limits.batch - len(self._done)
+        missing = self._limits.batch - len(self._ledger.groups(GroupState.FINISHED))
         if missing > 0:
             return Waiting(missing, tuple(islice(self._unfinished(_NEVER), _NAMED)))
         over = list(self._over())
-        if not over:
-            return Batch(tuple(self._in_order()[: self._limits.batch]))
-        return self._without_late(over)
-
-    def take(self, batch: Batch) -> None:
-        """The groups of `batch` were handed over, and what it drops was dropped; the next step is wanted now."""
-        for group_id in (*batch.groups, *batch.surplus, *batch.reissue):
-            self.remove(group_id)
-        self._step += 1
-        for counts in (self._running, self._finished):
-            for deadline in [deadline for deadline, count in counts.items() if not count]:
-                del counts[deadline]
-
-    @property
-    def _newest_deadline(self) -> int:
-        return _NEVER if self._published is None else self._published + self._limits.staleness
+        return self._without_late(over) if over else Batch(tuple(self._in_order()[: self._limits.batch]))
 
     def _over(self) -> Iterator[tuple[int, int]]:
         """(k, n) wherever n groups too many with a deadline <= k would stay after a batch, in order of k."""
-        batch, unfinished, finished, queued = self._limits.batch, 0, 0, self._queued
-        newest = self._newest_deadline
-        for k in sorted({*self._running, *self._finished, newest}):
-            unfinished += self._running[k] + (queued if k == newest else 0)
-            finished += self._finished[k]
+        batch, newest = self._limits.batch, self.newest_deadline
+        running, done = self._ledger.due(GroupState.RUNNING), self._ledger.due(GroupState.FINISHED)
+        admitted = len(self._ledger.groups(GroupState.ADMITTED))
+        unfinished = finished = 0
+        for k in sorted({*running, *done, newest}):
+            unfinished += running.get(k, 0) + (admitted if k == newest else 0)
+            finished += done.get(k, 0)
             later = k - self._step
             room = later * batch + self._limits.oversample if later > 0 else 0
             if (excess := unfinished + max(0, finished - batch) - room) > 0:
@@ -243,35 +211,43 @@ class Admission:
     def _without_late(self, over: list[tuple[int, int]]) -> Batch | Waiting:
         """The batch that drops the `over`, as far as that is allowed; unfinished groups first, the youngest first."""
         limits = self._limits
-        dropped: dict[str, bool] = {}
+        dropped: dict[Group, bool] = {}
         """Whether to issue it again."""
-        finished: list[str] | None = None
+        finished: list[Group] | None = None
         for k, excess in over:
             spare = max(0, limits.oversample - len(dropped)) if k <= self._step else 0
             if limits.straggler == "wait" and excess - len(dropped) > spare:
-                late = (group_id for group_id in self._unfinished(k) if group_id not in dropped)
+                late = (group for group in self._unfinished(k) if group not in dropped)
                 if named := tuple(islice(late, _NAMED)):
                     return Waiting(0, named)
             finished = finished or self._in_order()
-            left = [g for g in finished[limits.batch :] if self._done[g] <= k]
-            for group_id in (*reversed(list(self._unfinished(k))), *reversed(left)):
+            left = [group for group in finished[limits.batch :] if _deadline(group) <= k]
+            for group in (*reversed(list(self._unfinished(k))), *reversed(left)):
                 if len(dropped) >= excess:
                     break
-                if group_id not in dropped:
+                if group not in dropped:
                     # Finished ones beyond O: an engine served weights older than those published. Waiting is no use.
-                    dropped[group_id] = spare <= 0 and group_id in self._open
+                    dropped[group] = spare <= 0 and group.state is not GroupState.FINISHED
                     spare -= 1
         return Batch(
             tuple((finished or self._in_order())[: limits.batch]),
-            surplus=tuple(group_id for group_id, again in dropped.items() if not again),
-            reissue=tuple(group_id for group_id, again in dropped.items() if again),
+            surplus=tuple(group for group, again in dropped.items() if not again),
+            reissue=tuple(group for group, again in dropped.items() if again),
         )
 
-    def _unfinished(self, k: int) -> Iterator[str]:
-        """Unfinished groups with a deadline <= k, as admitted."""
-        newest = self._newest_deadline
-        return (g for g, deadline in self._open.items() if (newest if deadline is None else deadline) <= k)
+    def _unfinished(self, k: int) -> Iterator[Group]:
+        """Unfinished groups with a deadline <= k, in the order in which they were, or will be, started."""
+        running = (group for group in self._ledger.groups(GroupState.RUNNING) if _deadline(group) <= k)
+        admitted = self._ledger.groups(GroupState.ADMITTED) if self.newest_deadline <= k else ()
+        return chain(running, admitted)
 
-    def _in_order(self) -> list[str]:
+    def _in_order(self) -> list[Group]:
         """Finished groups, earliest deadline first, then as admitted."""
-        return sorted(self._done, key=lambda group_id: (self._done[group_id], self._order[group_id]))
+        finished = self._ledger.groups(GroupState.FINISHED)
+        return sorted(finished, key=lambda group: (_deadline(group), group.order))
+
+
+def _deadline(group: Group) -> int:
+    """The deadline of a group that was started."""
+    assert group.deadline is not None
+    return group.deadline

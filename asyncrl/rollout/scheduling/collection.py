@@ -1,7 +1,7 @@
-"""Collection: the pure bookkeeping from one batch to the next: what was lost on the way, and when it is hopeless.
+"""Collection: counts the groups that are lost between two batches, and says when to give up. Pure.
 
-A group with too few usable samples is dropped and a new prompt takes its place, `max_drops` times; one that a filter
-takes out likewise, `max_filtered` times. What strikes everything ends the run with what was seen, instead of drawing
+A group with too few usable samples is dropped, and a new prompt takes its place; a group that a filter takes out
+likewise. Each may happen only so often for one batch. Beyond that the run ends and says what it saw, instead of drawing
 prompts for ever.
 """
 
@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.errors import RewardError, RolloutError
 
+_MIN_DROPS = 8  # groups that one batch may lose even when it is small
+_MAX_FILTERED = 32  # batches' worth of groups that filters may take out while one is gathered
+
 
 def drop_reason(group: SampleGroup, min_usable: int) -> str | None:
     """Why `group` cannot be trained, in words that recur, or None. GRPO needs two rewards to compare."""
@@ -23,13 +26,13 @@ def drop_reason(group: SampleGroup, min_usable: int) -> str | None:
 
 
 def first_failure(group: SampleGroup) -> str:
-    """The first failed sample's own reason; empty when none failed."""
+    """The reason of the first failed sample; empty when none failed."""
     return next((sample.failure for sample in group.samples if sample.failure is not None), "")
 
 
 @dataclass(slots=True)
 class Collection:
-    """Counts the groups that ended between two batches without being in one."""
+    """The groups that ended between two batches without being in one."""
 
     wanted: int
     """Groups of the batch."""
@@ -43,8 +46,14 @@ class Collection:
     reissued: int = 0
     """Groups that were not finished at their deadline, or too old; their prompts were issued again."""
     reasons: Counter[str] = field(default_factory=Counter)
+    """Drops by reason."""
     failure: str = ""
-    """What failed first."""
+    """The first failure."""
+
+    @classmethod
+    def of_batch(cls, groups: int) -> Collection:
+        """An empty collection for a batch of so many groups, with the usual limits."""
+        return cls(groups, max_drops=max(_MIN_DROPS, 2 * groups), max_filtered=_MAX_FILTERED * groups)
 
     def drop(self, reason: str, failure: str) -> RolloutError | None:
         """Counts a drop; returns an error when there were more than a healthy run ever sees."""
@@ -61,7 +70,7 @@ class Collection:
         )
 
     def filter(self, reason: str) -> RolloutError | None:
-        """Counts a group that a filter took out; returns an error when there is no end of it."""
+        """Counts a group that a filter took out; returns an error when filters leave too few."""
         self.filtered += 1
         if self.filtered <= self.max_filtered:
             return None
@@ -76,6 +85,7 @@ class FirstBatchCheck:
     """Ends the run when the reward fails on more than `max_failure_fraction` of the first batch's worth of samples."""
 
     reward: str
+    """Name of the reward function."""
     expected: int
     """Samples of the first batch."""
     max_failure_fraction: float
@@ -83,7 +93,7 @@ class FirstBatchCheck:
     failed: int = 0
     first_failure: str = ""
     closed: bool = False
-    """The first batch is done; failures are single events from now on."""
+    """The first batch is done; a later failure is an event and ends nothing."""
 
     def observe(self, sample: Sample) -> RewardError | None:
         """Takes a sample that was generated; returns an error as soon as the fraction is certain to be exceeded."""

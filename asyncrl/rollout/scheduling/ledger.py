@@ -1,28 +1,38 @@
-"""The ledger: where every prompt group stands, from admission to its one end.
+"""The ledger: the live groups by state, and the only place that changes the state of one.
 
-    admitted → running → finished → delivered(rollout) → trained
-        └─────────┴──────────┴───────────┴─→ filtered(reason) | dropped(reason)
+| transition                                | event           | method           |
+|-------------------------------------------|-----------------|------------------|
+| (new) → admitted                          | GroupAdmitted   | `admit`          |
+| (saved) → finished                        | GroupsRestored  | `restore`        |
+| admitted → running                        | GroupRunning    | `start`          |
+| running → finished                        | GroupFinished   | `finish`         |
+| finished → delivered                      | GroupsDelivered | `deliver`        |
+| delivered → trained                       | GroupsTrained   | `train`          |
+| finished → filtered                       | GroupFiltered   | `filter`         |
+| admitted or running or finished → dropped | GroupDropped    | `drop`           |
+| delivered → dropped, when the job ends    | GroupDropped    | `drop_delivered` |
 
 Invariants
-- A group is admitted once per attempt of the job and ends once: trained, filtered or dropped.
-- Each trainer gets a rollout id once, and commits it once after that. All trainers get the same groups, which are
-  trained when the last of them has committed.
-- A group that an earlier attempt finished, and no batch took, begins as finished; counts go on where they were.
-- Over all attempts a group ends once that was not rolled back. Its id says so: it is the same in each of them.
+- A group is admitted once per attempt of the job and ends once: trained, filtered or dropped. Any transition that the
+  table does not have raises LedgerError and changes nothing.
+- Each transition emits its event.
+- Groups that ended are only counted, so memory does not grow with the run.
+- A group that an earlier attempt of the job finished, and that no batch took, begins as finished; the counts go on.
+- Across attempts, each group that was not rolled back ends exactly once. Its id is the same in each attempt.
 
-A pure state machine: no I/O, no clock. Each transition returns the event that records it; the caller emits it.
+No I/O and no clock; events go to the function that the constructor takes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from asyncrl.errors import RolloutError
+from asyncrl.data.sample import SampleGroup
+from asyncrl.observability.events import Event
 from asyncrl.rollout.group_events import (
     GroupAdmitted,
     GroupDropped,
@@ -34,26 +44,160 @@ from asyncrl.rollout.group_events import (
     GroupsRolledBack,
     GroupsTrained,
 )
+from asyncrl.rollout.scheduling.group import ENDS, Group, GroupState, Issue
+
+_UNDELIVERED = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.FINISHED)
 
 
-class GroupState(StrEnum):
-    """Where a group stands."""
-
-    ADMITTED = "admitted"
-    RUNNING = "running"
-    FINISHED = "finished"
-    DELIVERED = "delivered"
-    TRAINED = "trained"
-    FILTERED = "filtered"
-    DROPPED = "dropped"
+class LedgerError(Exception):
+    """A transition that the life of a group does not have: a defect of the caller."""
 
 
-def group_id_of(ordinal: int, issues: int) -> str:
-    """Of the draw with that number from the prompts, which was issued so often before.
+class Ledger:
+    """Live groups as records, ended groups as counts; see the module's docstring."""
 
-    No id is a prefix of another with what follows it in a request id, since engines abort by prefix.
-    """
-    return f"{ordinal:08d}" + (f"r{issues}" if issues else "")
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        """`emit` gets the event of each transition."""
+        self._emit = emit
+        self._live: dict[GroupState, dict[str, Group]] = {s: {} for s in GroupState if s not in ENDS}
+        """In each state, in the order in which groups came to it."""
+        self._due: dict[GroupState, Counter[int]] = {GroupState.RUNNING: Counter(), GroupState.FINISHED: Counter()}
+        """Groups by deadline; no count is 0."""
+        self._admitted = 0
+        self._ended: Counter[GroupState] = Counter()
+        self.drop_reasons: Counter[str] = Counter()
+        """How many groups were dropped or filtered, by reason."""
+
+    # what there is
+
+    def groups(self, state: GroupState) -> Collection[Group]:
+        """The groups in a live state, in the order in which they came to it."""
+        return self._live[state].values()
+
+    def due(self, state: GroupState) -> Mapping[int, int]:
+        """How many groups in `state` (RUNNING or FINISHED) have each deadline."""
+        return self._due[state]
+
+    def undelivered(self) -> list[Group]:
+        """Live groups that no batch took, as admitted."""
+        return sorted((g for state in _UNDELIVERED for g in self.groups(state)), key=lambda group: group.order)
+
+    def counts(self) -> Mapping[GroupState, int]:
+        """Groups by state, ended ones included."""
+        live = {state: len(groups) for state, groups in self._live.items()}
+        return {state: live.get(state, self._ended[state]) for state in GroupState}
+
+    @property
+    def ended(self) -> Mapping[str, int]:
+        """Groups that ended, by state."""
+        return {state.value: count for state, count in self._ended.items()}
+
+    # transitions
+
+    def admit(self, issue: Issue) -> Group:
+        """A new group. LedgerError when a group of this id is live."""
+        group = self._new(issue)
+        self._enter(group)
+        self._emit(GroupAdmitted(group_id=group.group_id, prompt_id=issue.prompt.prompt_id, epoch=issue.epoch))
+        return group
+
+    def restore(self, finished: Iterable[tuple[Issue, SampleGroup, int]]) -> None:
+        """Groups that an earlier attempt finished, each with its result and deadline; before any is admitted."""
+        groups = []
+        for issue, result, deadline in finished:
+            group = self._new(issue)
+            group.state, group.result, group.deadline = GroupState.FINISHED, result, deadline
+            self._enter(group)
+            groups.append(group)
+        self._emit(GroupsRestored(group_ids=_ids(groups)))
+
+    def continue_counts(self, ended: Mapping[str, int], drop_reasons: Mapping[str, int]) -> None:
+        """Adds what an earlier attempt counted: `ended` and `drop_reasons` of its ledger."""
+        self._ended.update({GroupState(state): count for state, count in ended.items()})
+        self.drop_reasons.update(drop_reasons)
+
+    def start(self, group: Group, deadline: int) -> None:
+        """Its first request is under way; `deadline` is a lower bound."""
+        self._move(group, GroupState.RUNNING, GroupState.ADMITTED, deadline=deadline)
+        self._emit(GroupRunning(group_id=group.group_id))
+
+    def finish(self, group: Group, result: SampleGroup, deadline: int) -> None:
+        """All its samples have ended, and enough of them are usable."""
+        self._move(group, GroupState.FINISHED, GroupState.RUNNING, deadline=deadline)
+        group.result = result
+        usable = sum(sample.reward is not None for sample in result.samples)
+        self._emit(GroupFinished(group_id=group.group_id, usable=usable, failed=len(result.samples) - usable))
+
+    def deliver(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """The trainer gets these groups as one batch."""
+        for group in groups:
+            self._move(group, GroupState.DELIVERED, GroupState.FINISHED)
+        self._emit(GroupsDelivered(rollout_id=rollout_id, group_ids=_ids(groups)))
+
+    def train(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """Every trainer has trained the batch of these groups."""
+        for group in groups:
+            self._move(group, GroupState.TRAINED, GroupState.DELIVERED)
+        self._emit(GroupsTrained(rollout_id=rollout_id, group_ids=_ids(groups)))
+
+    def filter(self, group: Group, reason: str) -> None:
+        """A filter takes a finished group out."""
+        self._move(group, GroupState.FILTERED, GroupState.FINISHED)
+        self.drop_reasons[reason] += 1
+        self._emit(GroupFiltered(group_id=group.group_id, reason=reason))
+
+    def drop(self, group: Group, reason: str) -> None:
+        """No batch will take this group."""
+        self._move(group, GroupState.DROPPED, *_UNDELIVERED)
+        self.drop_reasons[reason] += 1
+        self._emit(GroupDropped(group_id=group.group_id, reason=reason))
+
+    def drop_delivered(self, reason: str) -> None:
+        """The job ends: no trainer will train the groups that were delivered and are not trained."""
+        for group in tuple(self.groups(GroupState.DELIVERED)):
+            self._move(group, GroupState.DROPPED, GroupState.DELIVERED)
+            self.drop_reasons[reason] += 1
+            self._emit(GroupDropped(group_id=group.group_id, reason=reason))
+
+    # the one place where a record changes
+
+    def _new(self, issue: Issue) -> Group:
+        for state, groups in self._live.items():
+            if issue.group_id in groups:
+                raise LedgerError(f"group {issue.group_id} is already {state}")
+        self._admitted += 1
+        return Group(issue, self._admitted)
+
+    def _move(self, group: Group, to: GroupState, *before: GroupState, deadline: int | None = None) -> None:
+        """Moves `group` from one of the states `before` to the state `to`. LedgerError where it is in none of them."""
+        state, group_id = group.state, group.group_id
+        if state not in before:
+            found = "not live" if group.ended else state
+            raise LedgerError(f"group {group_id} is {found}, not {' or '.join(before)}")
+        del self._live[state][group_id]
+        if (due := self._due.get(state)) is not None and group.deadline is not None:
+            due[group.deadline] -= 1
+            if not due[group.deadline]:
+                del due[group.deadline]
+        group.state, group.result = to, None
+        if deadline is not None:
+            group.deadline = deadline
+        if to in self._live:
+            self._enter(group)
+        else:
+            self._ended[to] += 1
+
+    def _enter(self, group: Group) -> None:
+        self._live[group.state][group.group_id] = group
+        if (due := self._due.get(group.state)) is not None and group.deadline is not None:
+            due[group.deadline] += 1
+
+
+def _ids(groups: Iterable[Group]) -> tuple[str, ...]:
+    return tuple(group.group_id for group in groups)
+
+
+# what a resume rolls back
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,198 +205,21 @@ class Reached:
     """How far the groups of a job were when it was saved."""
 
     drawn: int
-    """Prompts drawn: the ordinal of the next one."""
+    """Prompts drawn: the ordinal of the next draw."""
     live: Mapping[int, int]
-    """Groups that had not ended: ordinal → how often it was issued before."""
+    """Groups that had not ended: ordinal → how often the prompt was issued before."""
 
     def had_ended(self, group_id: str) -> bool:
+        """Whether this group had ended by then."""
         ordinal, _, issues = group_id.partition("r")
         number = int(ordinal)
         return number < self.drawn and int(issues or 0) < self.live.get(number, math.inf)
 
 
-TRAINER = "trainer"
-"""The one that there is unless several are named."""
-
-
-class LedgerError(Exception):
-    """A transition that the life of a group does not have: a defect of the caller."""
-
-
-@dataclass(slots=True)
-class _Delivery:
-    """A batch on its way through the trainers."""
-
-    group_ids: tuple[str, ...]
-    to_get: set[str]
-    """Trainers that did not ask for it yet."""
-    to_commit: set[str]
-
-
-class Ledger:
-    """Live groups by id, ended ones as counts: memory does not grow with the run."""
-
-    def __init__(self, trainers: Sequence[str] = (TRAINER,)) -> None:
-        """`trainers` are those that train on every batch."""
-        self._trainers = frozenset(trainers)
-        self._live: dict[str, GroupState] = {}
-        self._delivered: dict[int, _Delivery] = {}
-        self._committed: set[int] = set()
-        self._taken_back: list[str] = []
-        """Groups that were delivered, and that nobody will train in this attempt."""
-        self._ended: Counter[GroupState] = Counter()
-        self.drop_reasons: Counter[str] = Counter()
-        """How many groups were dropped or filtered, by reason."""
-
-    def counts(self) -> Mapping[GroupState, int]:
-        """Groups by state, ended ones included."""
-        totals = Counter(self._live.values()) + self._ended
-        return {state: totals[state] for state in GroupState}
-
-    @property
-    def ended(self) -> Mapping[str, int]:
-        """Groups that ended, by state."""
-        return {state.value: count for state, count in self._ended.items()}
-
-    def restore(
-        self, finished: Sequence[str], ended: Mapping[str, int], drop_reasons: Mapping[str, int]
-    ) -> GroupsRestored:
-        """Goes on from the books of an earlier attempt; before anything is admitted."""
-        self._live.update(dict.fromkeys(finished, GroupState.FINISHED))
-        self._ended.update({GroupState(state): count for state, count in ended.items()})
-        self.drop_reasons.update(drop_reasons)
-        return GroupsRestored(group_ids=tuple(finished))
-
-    def settle(self, step: int, trainer: str = TRAINER) -> tuple[GroupsTrained | None, tuple[str, ...]]:
-        """The job ends when `trainer` has trained the batches before that of `step`: nothing stays open for it.
-
-        Commits the last of them where that is not done, and takes back what only `trainer` got and did not train.
-        Returns the event of the batch's end, if that was it, and the groups that were taken back.
-        """
-        self._check_known(trainer)
-        last, trained = self._delivered.get(step - 1), None
-        if last is not None and trainer in last.to_commit - last.to_get:
-            trained = self.commit(step - 1, trainer)
-        untrained = [
-            rollout_id
-            for rollout_id, delivery in self._delivered.items()
-            if rollout_id >= step and trainer in delivery.to_commit and delivery.to_get >= self._trainers - {trainer}
-        ]
-        group_ids = tuple(group_id for each in untrained for group_id in self._delivered.pop(each).group_ids)
-        self._taken_back += group_ids
-        return trained, group_ids
-
-    def check_all_committed(self) -> None:
-        """Raises RolloutError where a batch is with the trainer: nobody knows yet whether it was trained."""
-        if self._delivered:
-            raise RolloutError(
-                f"rollout {min(self._delivered)} was delivered and not committed; save after a commit and before a get"
-            )
-
-    def admit(self, group_id: str, prompt_id: str, epoch: int) -> GroupAdmitted:
-        if group_id in self._live:
-            raise LedgerError(f"group {group_id} is already {self._live[group_id]}")
-        self._live[group_id] = GroupState.ADMITTED
-        return GroupAdmitted(group_id=group_id, prompt_id=prompt_id, epoch=epoch)
-
-    def run(self, group_id: str) -> GroupRunning:
-        self._move(group_id, GroupState.ADMITTED, GroupState.RUNNING)
-        return GroupRunning(group_id=group_id)
-
-    def finish(self, group_id: str, usable: int, failed: int) -> GroupFinished:
-        self._move(group_id, GroupState.RUNNING, GroupState.FINISHED)
-        return GroupFinished(group_id=group_id, usable=usable, failed=failed)
-
-    def check_deliverable(self, rollout_id: int, trainer: str = TRAINER) -> None:
-        """Raises RolloutError when `trainer` got `rollout_id` before, or is unknown."""
-        self._check_known(trainer)
-        delivery = self._delivered.get(rollout_id)
-        if rollout_id in self._committed or (delivery is not None and trainer not in delivery.to_get):
-            state = "delivered" if delivery is not None and trainer in delivery.to_commit else "committed"
-            raise RolloutError(f"rollout {rollout_id} was already {state}; get each rollout id once")
-
-    def deliver(self, rollout_id: int, group_ids: Sequence[str], trainer: str = TRAINER) -> GroupsDelivered:
-        """The first trainer gets the batch."""
-        self.check_deliverable(rollout_id, trainer)
-        for group_id in group_ids:
-            self._move(group_id, GroupState.FINISHED, GroupState.DELIVERED)
-        others = set(self._trainers - {trainer})
-        self._delivered[rollout_id] = _Delivery(tuple(group_ids), others, set(self._trainers))
-        return GroupsDelivered(rollout_id=rollout_id, group_ids=tuple(group_ids))
-
-    def share(self, rollout_id: int, trainer: str) -> bool:
-        """Another trainer gets a batch that was delivered; returns whether others still have to."""
-        self.check_deliverable(rollout_id, trainer)
-        delivery = self._delivered[rollout_id]
-        delivery.to_get.remove(trainer)
-        return bool(delivery.to_get)
-
-    def commit(self, rollout_id: int, trainer: str = TRAINER) -> GroupsTrained | None:
-        """Returns the event of their end with the last trainer's commit.
-
-        Raises RolloutError when `rollout_id` was not delivered to `trainer`, or was committed by it before.
-        """
-        self._check_known(trainer)
-        delivery = self._delivered.get(rollout_id)
-        if delivery is None or trainer in delivery.to_get or trainer not in delivery.to_commit:
-            committed = rollout_id in self._committed or (delivery is not None and trainer not in delivery.to_commit)
-            reason = "was already committed" if committed else "was never delivered"
-            raise RolloutError(f"rollout {rollout_id} {reason}; commit each rollout id once, after get")
-        delivery.to_commit.remove(trainer)
-        if delivery.to_commit:
-            return None
-        del self._delivered[rollout_id]
-        self._committed.add(rollout_id)
-        for group_id in delivery.group_ids:
-            self._end(group_id, GroupState.TRAINED)
-        return GroupsTrained(rollout_id=rollout_id, group_ids=delivery.group_ids)
-
-    def filter(self, group_id: str, reason: str) -> GroupFiltered:
-        self._require(group_id, GroupState.FINISHED)
-        self.drop_reasons[reason] += 1
-        self._end(group_id, GroupState.FILTERED)
-        return GroupFiltered(group_id=group_id, reason=reason)
-
-    def drop(self, group_id: str, reason: str) -> GroupDropped:
-        self._require(group_id, GroupState.ADMITTED, GroupState.RUNNING, GroupState.FINISHED)
-        self.drop_reasons[reason] += 1
-        self._end(group_id, GroupState.DROPPED)
-        return GroupDropped(group_id=group_id, reason=reason)
-
-    def drop_delivered(self, reason: str) -> tuple[GroupDropped, ...]:
-        """Ends all groups that were delivered and not committed: nobody will train them in this attempt."""
-        open_ = (group_id for delivery in self._delivered.values() for group_id in delivery.group_ids)
-        group_ids = [*self._taken_back, *open_]
-        self._delivered.clear()
-        self._taken_back.clear()
-        self.drop_reasons[reason] += len(group_ids)
-        for group_id in group_ids:
-            self._end(group_id, GroupState.DROPPED)
-        return tuple(GroupDropped(group_id=group_id, reason=reason) for group_id in group_ids)
-
-    def _check_known(self, trainer: str) -> None:
-        if trainer not in self._trainers:
-            known = ", ".join(sorted(self._trainers))
-            raise RolloutError(f"no trainer {trainer!r} was named to the executor, but {known}")
-
-    def _require(self, group_id: str, *allowed: GroupState) -> None:
-        state = self._live.get(group_id)
-        if state not in allowed:
-            raise LedgerError(f"group {group_id} is {state or 'not live'}, not {' or '.join(allowed)}")
-
-    def _move(self, group_id: str, before: GroupState, after: GroupState) -> None:
-        self._require(group_id, before)
-        self._live[group_id] = after
-
-    def _end(self, group_id: str, state: GroupState) -> None:
-        del self._live[group_id]
-        self._ended[state] += 1
-
-
 def rolled_back(events: Iterable[Mapping[str, Any]], reached: Reached | None) -> tuple[str, ...]:
-    """Groups that `events` (the log of all attempts) tell have ended since a job was saved that now goes on, in order.
+    """The groups that ended after the save from which a job resumes, in the order of their ends.
 
-    `reached` is how far it was when it was saved; None for a job that begins anew.
+    `events` is the log of all attempts. `reached` is the state at the save; None for a job that begins anew.
     """
     ended: dict[str, None] = {}
     for event in events:

@@ -19,7 +19,7 @@ from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.engine_queries import EngineQueries, Told
 from asyncrl.rollout.requests.generate_client import GenerateClient, request_id
 from asyncrl.rollout.requests.retry import MOST_ATTEMPTS, RetryPolicy
-from asyncrl.rollout.scheduling.production import Issue
+from asyncrl.rollout.scheduling.group import Issue
 from tests.rollout.fleet import Fleet, eventually, fleet_of, hurry
 from tests.scripted import Latency, hang
 

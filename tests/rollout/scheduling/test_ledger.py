@@ -4,161 +4,161 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from asyncrl.data.sample import Prompt, SampleGroup
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import Event, EventLog
-from asyncrl.rollout.group_events import GroupDropped, GroupFiltered, GroupsRolledBack, GroupsTrained
-from asyncrl.rollout.scheduling.ledger import GroupState, Ledger, LedgerError, Reached, group_id_of, rolled_back
+from asyncrl.rollout.group_events import (
+    GroupAdmitted,
+    GroupDropped,
+    GroupFiltered,
+    GroupFinished,
+    GroupRunning,
+    GroupsDelivered,
+    GroupsRolledBack,
+    GroupsTrained,
+)
+from asyncrl.rollout.scheduling.deliveries import Deliveries
+from asyncrl.rollout.scheduling.group import Group, GroupState, Issue, group_id_of
+from asyncrl.rollout.scheduling.ledger import Ledger, LedgerError, Reached, rolled_back
+
+PROMPT = Prompt("p", "", np.empty(0, np.int32))
+MADE = SampleGroup("", PROMPT, ())
+UNDELIVERED = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.FINISHED)
 
 
-def test_several_trainers_get_and_commit_the_same_batch_each_for_itself() -> None:
-    ledger = Ledger(("actor", "critic"))
-    ledger.admit("a", "p", 0)
-    ledger.run("a")
-    ledger.finish("a", 2, 0)
-    with pytest.raises(RolloutError, match="no trainer 'judge' was named to the executor, but actor, critic"):
-        ledger.check_deliverable(0, "judge")
-    ledger.deliver(0, ["a"], "actor")
-    with pytest.raises(RolloutError, match="rollout 0 was never delivered"):
-        ledger.commit(0, "critic")
-    with pytest.raises(RolloutError, match="rollout 0 was already delivered"):
-        ledger.check_deliverable(0, "actor")
-    assert ledger.commit(0, "actor") is None
-    for again in (lambda: ledger.check_deliverable(0, "actor"), lambda: ledger.commit(0, "actor")):
-        with pytest.raises(RolloutError, match="rollout 0 was already committed"):
-            again()
-    with pytest.raises(RolloutError, match="delivered and not committed"):
-        ledger.check_all_committed()
-    assert ledger.share(0, "critic") is False
-    trained = ledger.commit(0, "critic")
-    assert trained is not None and trained.group_ids == ("a",)
-    assert {state: count for state, count in ledger.counts().items() if count} == {GroupState.TRAINED: 1}
-    for trainer in ("actor", "critic"):
-        with pytest.raises(RolloutError, match="rollout 0 was already committed"):
-            ledger.check_deliverable(0, trainer)
+def issue(ordinal: int) -> Issue:
+    return Issue(ordinal, PROMPT, epoch=0)
 
 
-def with_the_actor(*rollout_ids: int) -> Ledger:
-    """Each batch is of one group; the actor has got these, and trained none."""
-    ledger = Ledger(("actor", "critic"))
-    for rollout_id in rollout_ids:
-        ledger.admit(G[rollout_id], "p", 0)
-        ledger.run(G[rollout_id])
-        ledger.finish(G[rollout_id], 2, 0)
-        ledger.deliver(rollout_id, [G[rollout_id]], "actor")
-    return ledger
-
-
-def test_where_one_of_several_trainers_ends_the_books_of_the_others_stay_open() -> None:
-    ledger = with_the_actor(0, 1, 2)
-    ledger.share(0, "critic")
-    ledger.share(1, "critic")
-    ledger.commit(0, "critic")
-    ledger.commit(1, "critic")
-    trained, taken_back = ledger.settle(1, "actor")
-    assert trained is not None and trained.rollout_id == 0
-    assert taken_back == (G[2],), "the critic has got 1, and may have learnt from it"
-    assert ledger.settle(1, "actor") == (None, ())
-    with pytest.raises(RolloutError, match="rollout 1 was delivered and not committed"):
-        ledger.check_all_committed()
-    with pytest.raises(RolloutError, match="no trainer 'judge' was named to the executor, but actor, critic"):
-        ledger.settle(1, "judge")
-
-    ledger = with_the_actor(0)
-    assert ledger.settle(1, "actor") == (None, ()), "the critic did not even get it"
-    with pytest.raises(RolloutError, match="rollout 0 was delivered and not committed"):
-        ledger.check_all_committed()
+def finished(ledger: Ledger, ordinal: int) -> Group:
+    group = ledger.admit(issue(ordinal))
+    ledger.start(group, 0)
+    ledger.finish(group, MADE, 0)
+    return group
 
 
 class LedgerModel(RuleBasedStateMachine):
-    """Any order of legal transitions keeps every group in exactly one place."""
+    """Any order of legal transitions keeps every group in exactly one place, and each transition emits its event."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
-        self.states: dict[str, GroupState] = {}
+        self.events: list[Event] = []
+        self.ledger = Ledger(self.events.append)
+        self.deliveries = Deliveries()
+        self.states: dict[Group, GroupState] = {}
         """What is to be true of every group ever admitted."""
         self.rollouts = 0
-        self.delivered: dict[int, tuple[str, ...]] = {}
-        self.taken_back: list[str] = []
+        self.delivered: dict[int, tuple[Group, ...]] = {}
+        self.deadlines = 0
 
-    def groups(self, state: GroupState) -> list[str]:
-        return [group for group, at in self.states.items() if at is state]
+    def groups(self, *states: GroupState) -> list[Group]:
+        return [group for group, at in self.states.items() if at in states]
 
-    def pick(self, data: st.DataObject, state: GroupState) -> str:
-        return data.draw(st.sampled_from(self.groups(state)))
+    def pick(self, data: st.DataObject, *states: GroupState) -> Group:
+        return data.draw(st.sampled_from(self.groups(*states)))
 
-    def set(self, groups: Iterable[str], state: GroupState) -> None:
+    def set(self, groups: Iterable[Group], state: GroupState) -> None:
         self.states.update(dict.fromkeys(groups, state))
+
+    def emitted(self, *kinds: type[Event]) -> None:
+        assert [type(event) for event in self.events] == [*kinds]
+        self.events.clear()
+
+    def deadline(self) -> int:
+        """Several groups share one."""
+        self.deadlines += 1
+        return self.deadlines // 3
 
     @rule()
     def admit(self) -> None:
-        group = f"{len(self.states):08d}"
-        self.ledger.admit(group, "p", 0)
+        group = self.ledger.admit(issue(len(self.states)))
         self.set([group], GroupState.ADMITTED)
+        self.emitted(GroupAdmitted)
 
     @precondition(lambda self: self.groups(GroupState.ADMITTED))
     @rule(data=st.data())
-    def run(self, data: st.DataObject) -> None:
+    def start(self, data: st.DataObject) -> None:
         group = self.pick(data, GroupState.ADMITTED)
-        self.ledger.run(group)
+        self.ledger.start(group, self.deadline())
         self.set([group], GroupState.RUNNING)
+        self.emitted(GroupRunning)
 
     @precondition(lambda self: self.groups(GroupState.RUNNING))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         group = self.pick(data, GroupState.RUNNING)
-        self.ledger.finish(group, 2, 0)
+        self.ledger.finish(group, MADE, self.deadline())
         self.set([group], GroupState.FINISHED)
+        self.emitted(GroupFinished)
 
     @precondition(lambda self: self.groups(GroupState.FINISHED))
-    @rule(data=st.data(), how=st.sampled_from([GroupState.DROPPED, GroupState.FILTERED]))
-    def leave(self, data: st.DataObject, how: GroupState) -> None:
+    @rule(data=st.data())
+    def filter(self, data: st.DataObject) -> None:
         group = self.pick(data, GroupState.FINISHED)
-        (self.ledger.drop if how is GroupState.DROPPED else self.ledger.filter)(group, "reason")
-        self.set([group], how)
+        self.ledger.filter(group, "reason")
+        self.set([group], GroupState.FILTERED)
+        self.emitted(GroupFiltered)
+
+    @precondition(lambda self: self.groups(*UNDELIVERED))
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        group = self.pick(data, *UNDELIVERED)
+        self.ledger.drop(group, "reason")
+        self.set([group], GroupState.DROPPED)
+        self.emitted(GroupDropped)
 
     @rule()
     def deliver(self) -> None:
-        groups = self.groups(GroupState.FINISHED)
-        self.delivered[self.rollouts] = self.ledger.deliver(self.rollouts, groups).group_ids
+        groups = tuple(self.groups(GroupState.FINISHED))
+        self.ledger.deliver(self.rollouts, groups)
+        self.deliveries.deliver(self.rollouts, groups)
+        self.delivered[self.rollouts] = groups
         self.rollouts += 1
         self.set(groups, GroupState.DELIVERED)
+        self.emitted(GroupsDelivered)
+
+    def train(self, rollout: int, groups: tuple[Group, ...]) -> None:
+        self.ledger.train(rollout, groups)
+        self.set(groups, GroupState.TRAINED)
+        self.emitted(GroupsTrained)
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         rollout = data.draw(st.sampled_from(sorted(self.delivered)))
         groups = self.delivered.pop(rollout)
-        trained = self.ledger.commit(rollout)
-        assert trained is not None and trained.group_ids == groups
-        self.set(groups, GroupState.TRAINED)
+        assert self.deliveries.commit(rollout) == groups
+        self.train(rollout, groups)
 
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(0, self.rollouts))
         last = self.delivered.pop(step - 1, None)
-        later = tuple(rollout for rollout in self.delivered if rollout >= step)
-        trained, taken_back = self.ledger.settle(step)
-        assert (trained and trained.group_ids) == last
-        assert taken_back == tuple(group for rollout in later for group in self.delivered.pop(rollout))
-        self.set(last or (), GroupState.TRAINED)
-        self.taken_back += taken_back
+        for rollout in [rollout for rollout in self.delivered if rollout >= step]:
+            del self.delivered[rollout]  # taken back: its groups stay delivered
+        assert self.deliveries.settle(step) == last
+        if last is not None:
+            self.train(step - 1, last)
         if self.delivered:  # of a step that was given up before it began: nobody may say that it was trained
             with pytest.raises(RolloutError, match="delivered and not committed"):
-                self.ledger.check_all_committed()
+                self.deliveries.check_all_committed()
         else:
-            self.ledger.check_all_committed()
+            self.deliveries.check_all_committed()
 
     @rule()
     def end_the_job(self) -> None:
-        groups = [*self.taken_back, *(group for batch in self.delivered.values() for group in batch)]
-        self.taken_back.clear()
-        assert [event.group_id for event in self.ledger.drop_delivered("the end")] == groups
+        groups = [*self.ledger.groups(GroupState.DELIVERED)]
+        assert set(groups) == set(self.groups(GroupState.DELIVERED))
+        self.ledger.drop_delivered("the end")
+        self.deliveries.forget()
+        assert [getattr(event, "group_id", None) for event in self.events] == [group.group_id for group in groups]
+        self.emitted(*[GroupDropped] * len(groups))
         self.delivered.clear()
         self.set(groups, GroupState.DROPPED)
 
@@ -166,6 +166,12 @@ class LedgerModel(RuleBasedStateMachine):
     def every_group_is_in_one_place(self) -> None:
         counts = Counter(self.states.values())
         assert self.ledger.counts() == {state: counts[state] for state in GroupState}
+        assert all(group.state is state for group, state in self.states.items())
+        undelivered = self.groups(*UNDELIVERED)
+        assert self.ledger.undelivered() == undelivered
+        for state in (GroupState.RUNNING, GroupState.FINISHED):
+            assert self.ledger.due(state) == Counter(group.deadline for group in self.groups(state))
+        assert all((group.result is MADE) is (group.state is GroupState.FINISHED) for group in self.states)
 
 
 TestLedgerModel = LedgerModel.TestCase
@@ -214,39 +220,18 @@ def test_what_was_rolled_back_once_is_rolled_back_again_only_where_it_ended_agai
     assert rolled_back(log, None) == (G[3],)
 
 
-def finished(ledger: Ledger, group_id: str) -> None:
-    ledger.admit(group_id, "p", 0)
-    ledger.run(group_id)
-    ledger.finish(group_id, 1, 0)
-
-
-def test_get_and_commit_out_of_order_are_errors_that_say_so() -> None:
-    ledger = Ledger()
-    with pytest.raises(RolloutError, match="rollout 0 was never delivered"):
-        ledger.commit(0)
-    finished(ledger, "a")
-    ledger.deliver(0, ["a"])
-    with pytest.raises(RolloutError, match="rollout 0 was already delivered"):
-        ledger.deliver(0, [])
-    ledger.commit(0)
-    with pytest.raises(RolloutError, match="rollout 0 was already committed"):
-        ledger.commit(0)
-    with pytest.raises(RolloutError, match="rollout 0 was already committed"):
-        ledger.check_deliverable(0)
-
-
 def test_no_group_ends_twice_or_skips_a_state() -> None:
-    ledger = Ledger()
-    finished(ledger, "a")
-    with pytest.raises(LedgerError, match="already finished"):
-        ledger.admit("a", "p", 0)
-    ledger.deliver(0, ["a"])
-    for move in (lambda: ledger.drop("a", ""), lambda: ledger.filter("a", ""), lambda: ledger.run("a")):
-        with pytest.raises(LedgerError, match="group a is delivered"):
+    ledger = Ledger(lambda event: None)
+    a = finished(ledger, 0)
+    with pytest.raises(LedgerError, match="00000000 is already finished"):
+        ledger.admit(issue(0))
+    ledger.deliver(0, [a])
+    for move in (lambda: ledger.drop(a, ""), lambda: ledger.filter(a, ""), lambda: ledger.start(a, 0)):
+        with pytest.raises(LedgerError, match="group 00000000 is delivered"):
             move()
-    ledger.commit(0)
-    with pytest.raises(LedgerError, match="group a is not live"):
-        ledger.drop("a", "")
-    ledger.admit("b", "p", 0)
-    with pytest.raises(LedgerError, match="group b is admitted, not finished"):
-        ledger.deliver(1, ["b"])
+    ledger.train(0, [a])
+    with pytest.raises(LedgerError, match="group 00000000 is not live"):
+        ledger.drop(a, "")
+    b = ledger.admit(issue(1))
+    with pytest.raises(LedgerError, match="group 00000001 is admitted, not finished"):
+        ledger.deliver(1, [b])

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, RewardError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.executor import RolloutExecutor
-from asyncrl.rollout.scheduling.ledger import GroupState
+from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually
 from tests.rollout.test_executor import group_of, sample_of
@@ -82,7 +82,7 @@ async def test_who_waits_for_a_batch_can_be_cancelled_while_something_happens_in
 
         async def something_happens() -> None:
             while anyio.current_time() < began + 2:
-                executor._started.production._wake()
+                executor._started.production._changes.notify()
                 await anyio.lowlevel.checkpoint()
 
         async with anyio.create_task_group() as tasks:
