@@ -324,7 +324,7 @@ async def test_longer_responses_that_leave_some_prompts_no_room_are_what_a_resum
         start_executor(engine, model=model, rollout={"max_new_tokens": 9}) as executor,
     ):
         with pytest.raises(
-            DataError, match=r"size was 40, is 10. Prompts over 4 tokens .* now.* over 5 when .* set rollo"
+            DataError, match=r"size was 40, is 10. Prompts over 4 tokens .* now.* the limit was 5. Set rollo"
         ):
             await executor.restore(files, 0)
 
