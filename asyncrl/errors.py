@@ -62,6 +62,10 @@ class EnginesLostError(WeightUpdateError):
     """Every engine that took part in a publication was lost on the way; engines that are started again may take it."""
 
 
+class ControlError(AsyncRLError):
+    """A command did not reach a running job, got no answer, or was refused."""
+
+
 class TrainerError(AsyncRLError):
     """A trainer rank failed; the message carries the rank and its traceback's last frames."""
 

@@ -38,7 +38,10 @@ IfExists = Literal["error", "new", "overwrite", "resume"]
 State = Literal["free", "begun", "run", "foreign"]
 """A run has begun until there is something to keep of it: the figures of a step or of an evaluation, an export."""
 
-_BEFORE_THE_FIRST_STEP = frozenset({MARKER, LOCK, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"})
+_CONTROL = "control.sock"
+_BEFORE_THE_FIRST_STEP = frozenset(
+    {MARKER, LOCK, _CONTROL, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"}
+)
 """What is in the directory of a run before anything came of it; metrics.jsonl is still empty then."""
 
 
@@ -151,6 +154,11 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def control(self) -> Path:
+        """Socket on which the running job takes commands; see `control/`."""
+        return control_socket(self.path)
+
     def close(self) -> None:
         """Gives the lock back; idempotent."""
         if self._lock is not None:
@@ -184,6 +192,23 @@ def holder(path: Path) -> int | None:
     finally:
         os.close(lock)
     return None
+
+
+def running_job(path: Path) -> int:
+    """Process id of the driver of the job that runs in the directory, on this machine.
+
+    Raises RunDirectoryError when `path` holds no run, or no job is running there.
+    """
+    pid = holder(path)
+    if pid is None:
+        beside = " and ".join(map(str, running_beside(path)))
+        raise RunDirectoryError(f"{path}: no job is running there" + (f"; one is in {beside}" if beside else ""))
+    return pid
+
+
+def control_socket(path: Path) -> Path:
+    """Address of the control socket of the job that runs in directory `path`."""
+    return path / _CONTROL
 
 
 def running_beside(path: Path) -> tuple[Path, ...]:

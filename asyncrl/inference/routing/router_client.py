@@ -125,6 +125,8 @@ class RouterClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
     ) -> tuple[int, bytes]:
+        if self._session.closed:
+            raise EngineError(f"router: {method} {path}: the fleet has been disposed of")
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:

@@ -282,6 +282,8 @@ class EngineApi:
             raise EngineRequestError(self.engine_id, endpoint, reply.message, 200)
 
     async def _call(self, method: str, endpoint: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
+        if self._session.closed:
+            raise EngineRequestError(self.engine_id, endpoint, "the fleet has been disposed of")
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
