@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,10 +57,14 @@ def test_a_job_that_sigterm_stops_between_two_steps_is_saved_and_its_batches_tra
     options = ("--rollout.max_new_tokens", "300", "--rollout.ignore_eos", "--debug.save_rollouts")
     with job(recipe, *options) as started:
         started.wait_for("two steps", lambda: len(kinds(started, "step_finished")) >= 2, START_S)
+        health = [sys.executable, "-c", "from asyncrl.cli import main; main()", "health", str(started.run_dir)]
+        told = subprocess.run(health, capture_output=True, text=True, timeout=60)
+        assert (told.returncode, told.stdout.splitlines()[2].split()[:2]) == (0, ["external-0", "actor"]), told
         last = len(kinds(started, "step_finished"))
         os.kill(started.process.pid, signal.SIGTERM)
         started.assert_nothing_is_left(within_s=15)
         assert started.process.wait(timeout=5) == 128 + signal.SIGTERM
+        assert not (started.run_dir / "control.sock").exists()
     [written] = kinds(started, "checkpoint_written")
     assert written["step"] in (last, last + 1) and (Path(written["path"]) / "manifest.json").exists(), started.text()
 
