@@ -5,16 +5,14 @@ Invariants
 - Every line carries schema version, job attempt, wall time and kind; the rest are the event's own fields.
 - Emitting never raises and never blocks for long: a full disk is counted (`dropped`), not fatal, and once
   there is room again the log itself says how many lines are missing.
-- A kind belongs to one class. Each package declares the events that it emits, in its own `events.py`; those of the
-  job as a whole are declared here. `event_kinds` lists them all.
+- A kind belongs to one class. This module declares the events of the job as a whole; each package declares its own in
+  a module `*_events`. `event_kinds` lists them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
-import pkgutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,10 +216,10 @@ class EventKind:
 
 
 def event_kinds() -> tuple[EventKind, ...]:
-    """Every kind that the package declares, sorted; imports each `asyncrl.*.events` module to find them."""
-    for package in pkgutil.iter_modules(asyncrl.__path__, "asyncrl."):
-        if package.ispkg and importlib.util.find_spec(f"{package.name}.events") is not None:
-            importlib.import_module(f"{package.name}.events")
+    """Returns every kind that the package declares, sorted; imports every module `*_events` to find them."""
+    root = Path(asyncrl.__file__).parent
+    for module in root.rglob("*_events.py"):
+        importlib.import_module(".".join((root.name, *module.relative_to(root).with_suffix("").parts)))
     return tuple(
         EventKind(
             kind=kind,
