@@ -1,10 +1,10 @@
 """Builds the parts of a job: the only place that knows everybody.
 
-A user's own loop imports from here (and `asyncrl.driver.run_job`), and from nowhere else.
+A user's own loop imports from here, and from nowhere else.
 
 Invariants
 - Engines and router boot while data is read and the trainer initialises; nothing waits for them until
-  `controller.wait_ready`. Only where both share GPUs, the engines come first and give memory up.
+  `engines.wait_ready`. Only where both share GPUs, the engines come first and give memory up.
 - What was built is disposed of in reverse order when the job ends, also when a later part failed to build; the
   first error is the one that is raised.
 - Importing this module is cheap (`--help` answers in under a second): a part is imported when it is built.
@@ -13,41 +13,33 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
-from asyncrl.job import Job
-from asyncrl.phases import (
-    checkpoint,
-    evaluate,
-    export,
-    gather,
-    last_checkpoint,
-    make_room,
-    publish,
-    require_own_engines,
-    resume,
-    trainers_turn,
-    warm_up,
-)
+from asyncrl.run.job import Job
+from asyncrl.run.loop import Run
+from asyncrl.run.parts import RolloutComponents, TrainingPart
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
-    from asyncrl.training.train_group import TrainGroup
 
 
-class RolloutComponents(NamedTuple):
-    """The inference half of a job."""
+async def start_run(job: Job, *, generates_ahead: bool = False) -> Run:
+    """Builds all parts of the job and starts a run over them; see `Run.start`.
 
-    inference_controller: InferenceController
-    rollout_executor: RolloutExecutor
-    num_rollout_per_epoch: int | None
-    """Set only when the run is given in epochs (`train.num_steps` is none)."""
+    A loop that builds some part in another way calls `create_rollout_components`, `create_train_group` and `Run.start`.
+    Raises what these three raise.
+    """
+    if generates_ahead:
+        job.turns.check_overlap()
+    with job.record.phase("startup"):
+        components = await create_rollout_components(job)
+        trainer = await create_train_group(job, components)
+    return await Run.start(job, components, trainer, generates_ahead=generates_ahead)
 
 
 async def create_rollout_components(job: Job, trainers: Sequence[str] = ("trainer",)) -> RolloutComponents:
@@ -61,7 +53,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     from asyncrl.inference.controller import InferenceController
 
     if job.config.debug.train_only:
-        serve_control(job.task_group, job.run.control, refuse_without_engines)
+        serve_control(job.task_group, job.directory.control, refuse_without_engines)
         return _without_engines(job)
     controller = InferenceController(
         _config_of_engines(job.config),
@@ -69,11 +61,11 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
         events=job.events,
         layout=job.layout,
         model_path=job.config.model.path,
-        run_dir=job.run.path,
+        run_dir=job.directory.path,
     )
     job.disposal.push_async_callback(controller.dispose)
     await controller.start(job.task_group)
-    serve_control(job.task_group, job.run.control, EngineCommands(controller))
+    serve_control(job.task_group, job.directory.control, EngineCommands(controller))
 
     # torch and transformers take seconds to import; by now the engines are importing theirs.
     executor = await anyio.to_thread.run_sync(
@@ -81,7 +73,8 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     )
     job.disposal.push_async_callback(executor.dispose)
     await executor.start(job.task_group)
-    await make_room(job, controller)
+    job.pauses.add(executor)
+    await job.turns.make_room(controller)
     per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
     return RolloutComponents(controller, executor, per_epoch)
 
@@ -99,7 +92,7 @@ def _without_engines(job: Job) -> RolloutComponents:
     assert job.config.debug.load_rollouts is not None, "refused with the configuration"
     executor = SavedRollouts(job.config.debug.load_rollouts, job.stop)
     per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
-    return RolloutComponents(cast("InferenceController", NoEngines()), cast("RolloutExecutor", executor), per_epoch)
+    return RolloutComponents(NoEngines(), executor, per_epoch)
 
 
 def _build_executor(job: Job, router_url: str, trainers: Sequence[str]) -> RolloutExecutor:
@@ -112,12 +105,12 @@ def _build_executor(job: Job, router_url: str, trainers: Sequence[str]) -> Rollo
         host=job.host,
         events=job.events,
         tokenizer=PolicyTokenizer.load(job.config.model.path),
-        log_dir=job.run.logs,
+        log_dir=job.directory.logs,
         trainers=trainers,
     )
 
 
-async def create_train_group(job: Job, components: RolloutComponents) -> TrainGroup:
+async def create_train_group(job: Job, components: RolloutComponents) -> TrainingPart:
     """The trainer over all ranks, ready for `init`; it publishes to the engines of `components`.
 
     Half a job (`debug`) has a trainer without engines, or none.
@@ -127,10 +120,10 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
     if job.config.debug.rollout_only:
         from asyncrl.debugging.trainers import NoTrainer
 
-        model, attempt = job.config.model.path, job.run.attempt
-        return cast("TrainGroup", NoTrainer(components.inference_controller, model, attempt))
+        model, attempt = job.config.model.path, job.directory.attempt
+        return NoTrainer(components.inference_controller, model, attempt)
     from asyncrl.inference.sglang.engine_api import EngineApi
-    from asyncrl.pauses import ToldFleet
+    from asyncrl.run.pauses import ToldFleet
     from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
     from asyncrl.weights.copies import make_copies
@@ -151,16 +144,17 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
-        fleet=ToldFleet(controller, components.rollout_executor, tell_version=not job.layout.colocated),
+        fleet=ToldFleet(controller, job.pauses),
+        background=job.background,
         copies=copies,
-        first_attempt=job.run.first_attempt,
+        first_attempt=job.directory.first_attempt,
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineApi.open),
     )
     job.disposal.push_async_callback(trainer.dispose)
     return trainer
 
 
-def _replaying(job: Job) -> TrainGroup:
+def _replaying(job: Job) -> TrainingPart:
     from asyncrl.debugging.replay import COMPARISON, Replay
     from asyncrl.debugging.trainers import ReplayingTrainGroup
     from asyncrl.training.factory import make_trainer
@@ -172,11 +166,12 @@ def _replaying(job: Job) -> TrainGroup:
         task_group=job.task_group,
         make_trainer=make_trainer,
         events=job.events,
-        first_attempt=job.run.first_attempt,
+        background=job.background,
+        first_attempt=job.directory.first_attempt,
         replay=Replay(
             debug.load_rollouts,
             tolerance=debug.tolerance,
-            report=job.run.path / COMPARISON,
+            report=job.directory.path / COMPARISON,
             events=job.events,
             note=job.record.note,
         ),
@@ -188,17 +183,9 @@ def _replaying(job: Job) -> TrainGroup:
 __all__ = [
     "Job",
     "RolloutComponents",
-    "checkpoint",
+    "Run",
     "create_rollout_components",
     "create_train_group",
-    "evaluate",
-    "export",
-    "gather",
-    "last_checkpoint",
-    "publish",
-    "require_own_engines",
-    "resume",
     "run_job",
-    "trainers_turn",
-    "warm_up",
+    "start_run",
 ]

@@ -27,15 +27,18 @@ from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import AsyncRLError, ModelError, RewardError
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
-from asyncrl.job import Job
 from asyncrl.observability.display import make_display
 from asyncrl.observability.events import EventLog, JobEnded, JobStarted
 from asyncrl.observability.logging import logging_to
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
-from asyncrl.recorder import Recorder, conclude
 from asyncrl.rollout.rewards.result import describe_exception
+from asyncrl.run.job import Job
+from asyncrl.run.pauses import Pauses
+from asyncrl.run.recorder import Recorder, conclude
+from asyncrl.run.turns import make_turns
 from asyncrl.run_directory import RunDirectory
+from asyncrl.tasks import Background
 from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 
 Loop = Callable[[Job], Awaitable[None]]
@@ -155,15 +158,19 @@ async def _run(
             tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
             tasks.start_soon(partial(watch_stalls, events=events), name="stall watch")
             async with AsyncExitStack() as disposal:
+                pauses = Pauses()
                 job = Job(
                     config=config,
                     layout=loaded.layout,
-                    run=run,
+                    directory=run,
                     events=events,
                     record=recorder,
                     host=host,
                     stop=rank_exit.stop,
                     task_group=tasks,
+                    background=Background(tasks),
+                    pauses=pauses,
+                    turns=make_turns(loaded.layout, config, pauses, recorder.note),
                     disposal=disposal,
                 )
                 with anyio.CancelScope() as steps:

@@ -1,17 +1,21 @@
-"""Tasks: waking the tasks that wait for a change, and getting results and errors out of several tasks at once.
+"""Tasks: waking the tasks that wait for a change, getting results and errors out of several tasks, and naming tasks.
 
 Invariants
 - A task that waits for a change can be cancelled, also while changes arrive in every turn of the event loop.
-- An error of one task is raised as it is, never inside an exception group.
+- An error of one of several tasks is raised as it is, never inside an exception group.
+- A background task is listed from its start to its end.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 T = TypeVar("T")
 
@@ -100,3 +104,64 @@ async def first_of(*waits: Call[object]) -> None:
             tasks.start_soon(wait_for, wait)
     if errors:
         raise errors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTask:
+    """A background task that has not ended."""
+
+    name: str
+    seconds: float
+    """Since its start."""
+
+
+class BackgroundTask:
+    """One task of a `Background`. The owner of its work ends it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = time.monotonic()
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+
+    async def end(self) -> None:
+        """Cancels the task and returns once it has ended; idempotent. What the task shields goes on to its end."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+    async def _run(self, work: Call[object]) -> None:
+        try:
+            with self._scope:
+                await work()
+        finally:
+            self._ended.set()
+
+
+class Background:
+    """The work of a job that goes on beside its loop: tasks with names, all in one task group.
+
+    An error that `work` raises ends the task group, and so the job.
+    """
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._running: dict[BackgroundTask, None] = {}
+
+    def start(self, name: str, work: Call[object]) -> BackgroundTask:
+        """Begins `work` in a task of its own, which is listed as `name`."""
+        task = BackgroundTask(name)
+        self._running[task] = None
+        self._tasks.start_soon(self._list, task, work, name=name)
+        return task
+
+    @property
+    def running(self) -> tuple[RunningTask, ...]:
+        """The tasks that have not ended, in the order in which they began."""
+        now = time.monotonic()
+        return tuple(RunningTask(task.name, now - task.started) for task in self._running)
+
+    async def _list(self, task: BackgroundTask, work: Call[object]) -> None:
+        try:
+            await task._run(work)
+        finally:
+            del self._running[task]

@@ -11,7 +11,7 @@
   wall times to the bare loop comes with the upper end of its 95 % confidence interval (one-sided, over log-ratios).
 
 Clients (rollout_clients.py) run in this process on uvloop, on the first core that it may use, engines on the last. The
-interpreter is set up as in a job (asyncrl/interpreter.py), for all of them. `starved` is the share of time in which
+interpreter is set up as in a job (asyncrl/run/interpreter.py), for all of them. `starved` is the share of time in which
 this process had work and got no CPU: on a shared machine that, too, makes a loop late. What was measured is put into
 benchmarks/results/rollout_throughput.json, part by part; parts that were not run stay as they were.
 """
@@ -50,8 +50,8 @@ from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.sglang.engine_api import EngineApi
-from asyncrl.interpreter import settle
 from asyncrl.observability.events import EventLog
+from asyncrl.run.interpreter import settle
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "rollout_throughput.json"

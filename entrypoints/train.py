@@ -1,77 +1,29 @@
-"""Trains a policy with GRPO, one step after the other: generate, score, train, publish.
+"""Trains a policy, one step after the other: generate, train, publish.
 
     torchrun --nproc-per-node 1 entrypoints/train.py @ entrypoints/recipes/demo.toml --train.lr 1e-3
 
-This is the whole loop. Everything it calls is public in `asyncrl.components`; copy this file to write your own.
+This is the whole loop. Copy this file to write your own; `asyncrl.components` has all that it needs.
 """
 
 from __future__ import annotations
 
 import sys
 
-from asyncrl.components import (
-    Job,
-    checkpoint,
-    create_rollout_components,
-    create_train_group,
-    evaluate,
-    export,
-    gather,
-    last_checkpoint,
-    publish,
-    resume,
-    run_job,
-    trainers_turn,
-    warm_up,
-)
+from asyncrl.components import Job, run_job, start_run
 
 
 async def train(job: Job) -> None:
-    config, record = job.config, job.record
-
-    # Engines and router boot in the background while the trainer builds its model and warms it up.
-    with record.phase("startup"):
-        components = await create_rollout_components(job)
-        controller, executor, num_rollout_per_epoch = components
-        trainer = await create_train_group(job, components)
-        first = await trainer.init()
-        await resume(job, components, trainer, first)
-        await warm_up(job, trainer)
-        await controller.wait_ready()
-        await publish(job, components, trainer)  # no engine serves before it holds the trainer's own weights
-
-    if config.train.num_steps is not None:
-        num_steps = config.train.num_steps
-    else:
-        num_steps = config.train.num_epochs * (num_rollout_per_epoch or 0)
-    record.start(num_steps, first)
-
-    for rollout_id in range(first, num_steps):
-        if job.stop.requested:
-            break
-        if config.eval.due(rollout_id, first):
-            await evaluate(job, components, trainer, rollout_id)
-
-        with record.phase("generate"):
-            batch = await gather(job, components, trainer, rollout_id)
-
-        with record.phase("train"):
-            await trainers_turn(job, components, trainer)  # where they share GPUs
-            metrics = await trainer.train(rollout_id, batch)
-            await executor.commit(rollout_id)
-        last = job.stop.requested or rollout_id + 1 == num_steps
-        await checkpoint(job, components, trainer, rollout_id, last=last)
-
-        with record.phase("publish"):
-            publication = await publish(job, components, trainer, rollout_id)
-
-        record.step(rollout_id + 1, executor.last_rollout, metrics, publication)
-
-    await last_checkpoint(job, components, trainer)  # for a stop that came after the one above
-    if config.eval.data is not None and config.eval.at_end:
-        await evaluate(job, components, trainer, record.steps)
-    if config.run.export:
-        await export(job, controller, trainer, record.steps)
+    run = await start_run(job)  # engines and trainer are up, restored, warmed up, and hold the same weights
+    for step in run.steps():  # ends early where the job was asked to stop
+        if run.evaluation_due(step):
+            await run.evaluate(step)
+        batch = await run.next_batch(step)  # generate
+        metrics = await run.train(step, batch)  # train
+        await run.commit(step)
+        await run.checkpoint(step)
+        await run.publish(step)
+        run.record_step(step, metrics)
+    await run.finish()  # last checkpoint, evaluation at the end, export
 
 
 if __name__ == "__main__":

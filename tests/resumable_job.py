@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import threading
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,19 +16,21 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from asyncrl import components
 from asyncrl.components import RolloutComponents
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.exit_protocol import StopRequest
 from asyncrl.observability.events import Event, EventLog
 from asyncrl.rollout.executor import RolloutExecutor
+from asyncrl.run.pauses import Pauses
 from asyncrl.run_directory import RunDirectory
 from asyncrl.training.checkpoints.manifest import SavedLayout
 from asyncrl.training.checkpoints.saver import Written
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint
 from tests.loops import load_loop
+from tests.run.jobs import a_job
 from tests.scripted.answers import Action, AnsweringEngine, scripted_engine
 
 
@@ -50,10 +51,10 @@ class Deadly(EventLog):
 class CountingTrainer:
     """Checks each batch against the bound, and saves how many it has had."""
 
-    def __init__(self, config: Config, run: RunDirectory, engine: AnsweringEngine, executor: RolloutExecutor) -> None:
+    def __init__(self, config: Config, run: RunDirectory, engine: AnsweringEngine, pauses: Pauses) -> None:
         self.resumed: SavedCheckpoint | None = None
         self._bound = Bound.of(config)
-        self._run, self._engine, self._executor = run, engine, executor
+        self._run, self._engine, self._pauses = run, engine, pauses
         self._store = CheckpointStore(run.path / "checkpoints")
         self._step = 0
         self._saved: Written | None = None
@@ -72,9 +73,9 @@ class CountingTrainer:
         return {}
 
     async def update_weights(self, rollout_id: int | None = None) -> Any:
-        async with self._executor.updating():
+        async with self._pauses.update(requests_end=True):
             self._engine.version = f"{self._run.attempt}.{self._step}"
-            self._executor.set_weight_version(self._engine.version)
+            self._pauses.serve(self._engine.version)
         return SimpleNamespace(version=self._engine.version)
 
     async def save_checkpoint(self, rollout_id: int, extra: dict[str, bytes], *, wait: bool) -> None:
@@ -131,21 +132,12 @@ async def _run(config: Config, entrypoint: str, kill: tuple[int, float] | None) 
                 return RolloutComponents(Controller(), executor, executor.get_num_rollout_per_epoch())  # type: ignore[arg-type]
 
             async def create_train_group(job: Any, components: Any) -> Any:
-                return CountingTrainer(config, run, engine, executor)
+                return CountingTrainer(config, run, engine, job.pauses)
 
-            loop.create_rollout_components, loop.create_train_group = create_rollout_components, create_train_group
-            record = SimpleNamespace(phase=lambda name: nullcontext(), steps=0, note=lambda text: None)
-            record.start = lambda num_steps, first: setattr(record, "steps", first)
-            record.step = lambda step, *rest: setattr(record, "steps", step)
-            layout = SimpleNamespace(colocated=False)
-            job = SimpleNamespace(
-                config=config,
-                record=record,
-                stop=StopRequest(),
-                layout=layout,
-                run=run,
-                events=events,
-                on_stop_now=[],
-            )
+            components.create_rollout_components = create_rollout_components
+            components.create_train_group = create_train_group
+            job = a_job(tasks, config=config)
+            job.events, job.directory = events, run
             await loop.train(job)
+            await job.disposal.aclose()
             await executor.dispose()

@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
+from asyncrl import components
 from asyncrl.components import RolloutComponents
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound, step_of
-from asyncrl.exit_protocol import StopRequest
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.weights.publication import PublicationReport
@@ -28,6 +29,7 @@ from tests.inference.conftest import StartFleet, start_fleet
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.loops import load_loop
 from tests.rollout.conftest import StartExecutor, anyio_backend, prompts, start_executor, tokenizer
+from tests.run.jobs import a_job
 from tests.scripted import Latency
 from tests.told import Told
 
@@ -99,25 +101,16 @@ class Life:
         async def create_train_group(job: Any, components: RolloutComponents) -> Trainer:
             return trainer
 
-        loop.create_rollout_components, loop.create_train_group = create_rollout_components, create_train_group
-        record = SimpleNamespace(
-            phase=lambda name: nullcontext(),
-            note=lambda text: None,
-            start=lambda num_steps, first: None,
-            steps=trainer.step,
-            evaluated=self.note_evaluation,
-        )
-        record.step = lambda step, *rest: setattr(record, "steps", step)
-        job = SimpleNamespace(
-            config=config,
-            record=record,
-            stop=StopRequest(),
-            layout=SimpleNamespace(colocated=False),
-            run=SimpleNamespace(attempt=trainer.attempt, events=log),
-            events=events,
-            on_stop_now=[],
-        )
-        await loop.train(job)
+        async with anyio.create_task_group() as tasks:
+            job = a_job(tasks, config=config)
+            job.record.evaluated = self.note_evaluation
+            job.directory = SimpleNamespace(attempt=trainer.attempt, events=log)
+            job.events, self.rig.pauses = events, job.pauses
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(components, "create_rollout_components", create_rollout_components)
+                patch.setattr(components, "create_train_group", create_train_group)
+                await loop.train(job)
+            tasks.cancel_scope.cancel()
         assert self.rig.complaints() == []
 
     def makers(self) -> dict[str, list[str]]:
@@ -145,7 +138,6 @@ def live(start_fleet: StartFleet, start_executor: StartExecutor, events: EventLo
             rig(start_fleet, latency=latency, vocab_size=64, on_update=config.weights.on_update) as r,
             start_executor(SimpleNamespace(url=r.fleet.controller.router_url), **sections) as executor,
         ):
-            r.executor = executor
             life = Life(r, executor, Trainer(r, executor, config, attempt, first, resumed))
             await life.run(entrypoint, config, events, tmp_path / "events.jsonl")
             yield life

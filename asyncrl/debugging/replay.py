@@ -1,12 +1,12 @@
 """`debug.train_only`: the trainer alone, on the batches that another run saved, compared with what was recorded then.
 
-The loops stay as they are; what they ask of engines and executor is answered by stand-ins. Nothing is generated, scored
-or published, so nothing is stale either: a batch is trained as it was saved.
+The loops stay as they are. Stand-ins answer what a loop asks of engines and executor. Nothing is generated, scored or
+published, so nothing is stale either: a batch is trained as it was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.data.fleet import FleetView
+from asyncrl.data.fleet import EvalFleetInfo, FleetView, UpdateAck, UpdateLease
 from asyncrl.data.saved_batch import load_batch, saved_rollouts
 from asyncrl.debugging.comparison import StepComparison, compare_logprobs, compare_metrics, verdict
 from asyncrl.errors import DataError, EngineError, RolloutError
@@ -33,33 +33,71 @@ COMPARISON = "comparison.jsonl"
 
 
 class NoEngines:
-    """Stands in for the InferenceController."""
-
-    async def wait_ready(self) -> None: ...
+    """Stands in for the InferenceController (`asyncrl.run.parts.InferencePart`)."""
 
     def fleet(self) -> FleetView:
+        """Nobody."""
         return FleetView(router_url="", published_version=None, engines=())
 
+    def copies_in_use(self) -> frozenset[Path]:
+        """None."""
+        return frozenset()
+
+    async def begin_weight_update(self, version: str) -> UpdateLease:
+        """Raises EngineError."""
+        raise _no_engines()
+
+    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
+        """Raises EngineError."""
+        raise _no_engines()
+
+    async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
+        """There is nobody to take back."""
+
+    async def wait_ready(self) -> None:
+        """Nobody is waited for."""
+
     async def wait_publication_needed(self) -> None:
+        """Nobody ever needs one."""
         await anyio.sleep_forever()
 
-    async def prepare_rollout(self, rollout_id: int) -> None: ...
+    async def wait_updatable(self) -> None:
+        """Raises EngineError."""
+        raise _no_engines()
+
+    async def prepare_rollout(self, rollout_id: int) -> None:
+        """Batches are there."""
 
     async def prepare_eval(self) -> None:
-        raise EngineError("debug.train_only runs without engines")
+        """Raises EngineError."""
+        raise _no_engines()
 
-    async def pin_eval_fleet(self) -> None:
-        await self.prepare_eval()
+    async def pin_eval_fleet(self) -> EvalFleetInfo:
+        """Raises EngineError."""
+        raise _no_engines()
 
-    async def offload(self) -> None: ...
+    async def offload(self) -> None:
+        """Nobody has memory."""
 
-    async def onload_weights(self) -> None: ...
+    async def offload_kv(self) -> None:
+        """Nobody has memory."""
 
-    async def onload_kv(self) -> None: ...
+    async def onload(self) -> None:
+        """Nobody has memory."""
+
+    async def onload_weights(self) -> None:
+        """Nobody has memory."""
+
+    async def onload_kv(self) -> None:
+        """Nobody has memory."""
+
+
+def _no_engines() -> EngineError:
+    return EngineError("debug.train_only runs without engines")
 
 
 class SavedRollouts:
-    """Stands in for the RolloutExecutor."""
+    """Stands in for the RolloutExecutor (`asyncrl.run.parts.RolloutPart`)."""
 
     def __init__(self, directory: Path, stop: StopRequest) -> None:
         """The loop is asked to stop with the last batch in `directory`. Raises DataError where there is none."""
@@ -91,29 +129,48 @@ class SavedRollouts:
         assert self._last is not None, "asked before the first get"
         return self._last
 
-    def generate_ahead(self, first: int, num_rollouts: int) -> None: ...
+    def generate_ahead(self, first: int, num_rollouts: int) -> None:
+        """All batches are there."""
 
-    async def commit(self, rollout_id: int) -> None: ...
+    async def commit(self, rollout_id: int, trainer: str = TRAINER) -> None:
+        """Saved batches are in no ledger."""
 
-    def settle(self, step: int, trainer: str = TRAINER) -> None: ...
+    def settle(self, step: int, trainer: str = TRAINER) -> None:
+        """Likewise."""
 
     async def save(self) -> dict[str, bytes]:
+        """Nothing: the next `get` needs nothing of the last."""
         return {}
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> None: ...
+    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+        """Nothing was saved."""
+
+    async def eval(self, rollout_id: int) -> EvalReport:
+        """A skipped point."""
+        return self.report_eval_skip(rollout_id, str(_no_engines()))
+
+    def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
+        """Nobody evaluates."""
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
+        """The point that an evaluation leaves which could not begin."""
         return skipped_report(rollout_id, reason)
 
     def updating(self) -> AbstractAsyncContextManager[None]:
+        """No request is in flight."""
         return nullcontext()
 
-    def engines_paused(self) -> None: ...
+    def engines_paused(self) -> None:
+        """No request has a deadline."""
 
-    def engines_resumed(self) -> None: ...
+    def engines_resumed(self) -> None:
+        """Likewise."""
+
+    def set_weight_version(self, version: str) -> None:
+        """Batches say which weights made them."""
 
     def get_num_rollout_per_epoch(self) -> int:
-        """Of the only epoch that there is: it ends with the last batch, wherever training begins."""
+        """Batches of the only epoch that there is: it ends with the last batch, wherever training begins."""
         return self._ids[-1] + 1
 
 
@@ -151,7 +208,10 @@ class Replay:
         logprobs: Callable[[], Awaitable[Any]],
         train: Callable[[], Awaitable[dict[str, float]]],
     ) -> dict[str, float]:
-        """Runs one training step, with the trainer's log-probs taken before it."""
+        """Runs one training step, with the trainer's log-probs taken before it, and tells how it compares.
+
+        `logprobs`: float32 [R], one for each response token. Returns what `train` returns.
+        """
         difference = compare_logprobs(batch, await logprobs())
         metrics = await train()
         step = batch.rollout_id + 1
@@ -165,14 +225,14 @@ class Replay:
         return metrics
 
     def conclude(self) -> None:
-        """The last word; the report is complete."""
+        """Ends the report, and says how the replay went as a whole."""
         self._report.close()
         if self._steps:
             self._note(f"{verdict(self._steps)}; see {self._report.path}")
 
 
 def _metrics_of(facts: Mapping[str, Any], batch: RolloutBatch) -> RolloutMetrics:
-    """As recorded; of a batch that something else saved, what can be told from it."""
+    """The recorded figures; for a batch that was saved without them, those that the batch itself shows."""
     recorded = facts.get("rollout")
     names = {field.name for field in fields(RolloutMetrics)}
     if isinstance(recorded, Mapping) and recorded.keys() == names:

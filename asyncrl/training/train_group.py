@@ -23,6 +23,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import WeightUpdateError
 from asyncrl.observability.events import EventLog
+from asyncrl.tasks import Background
 from asyncrl.training.checkpoints.restoring import saved_tensors
 from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
@@ -46,6 +47,7 @@ class TrainGroup:
 
     Args:
         task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
+        background: where checkpoints are completed; None is one of its own in `task_group`.
         make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
         fleet, transport: for `update_weights`; without them only training works.
         events: its attempt is the first part of every weight version.
@@ -59,6 +61,7 @@ class TrainGroup:
         task_group: anyio.abc.TaskGroup,
         make_trainer: TrainerFactory,
         events: EventLog,
+        background: Background | None = None,
         fleet: Fleet | None = None,
         transport: Transport | None = None,
         copies: Copies | None = None,
@@ -74,7 +77,11 @@ class TrainGroup:
         self._bound = Bound.of(config)
         layout = environment.layout(config)
         self._checkpoints = CheckpointSaver(
-            config, layout, events=events, task_group=task_group, first_attempt=first_attempt
+            config,
+            layout,
+            events=events,
+            background=background or Background(task_group),
+            first_attempt=first_attempt,
         )
         state = RankState(config, layout, make_trainer, self._checkpoints.report)
         self._ranks = Ranks(

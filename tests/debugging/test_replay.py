@@ -52,9 +52,16 @@ def test_a_directory_without_batches_is_refused(tmp_path: Path) -> None:
 
 
 async def test_an_evaluation_has_no_engines_to_ask() -> None:
-    for ask in (NoEngines().prepare_eval, NoEngines().pin_eval_fleet):
+    engines = NoEngines()
+    for ask in (engines.prepare_eval, engines.pin_eval_fleet, lambda: engines.begin_weight_update("0.0")):
         with pytest.raises(EngineError, match="without engines"):
             await ask()
+
+
+async def test_an_evaluation_on_saved_batches_is_a_skipped_point(tmp_path: Path) -> None:
+    save_batch(make_batch(0), tmp_path, {})
+    report = await SavedRollouts(tmp_path, StopRequest()).eval(3)
+    assert (report.rollout_id, report.skipped) == (3, "debug.train_only runs without engines")
 
 
 async def test_each_step_is_held_against_the_last_attempt_that_recorded_it(tmp_path: Path) -> None:

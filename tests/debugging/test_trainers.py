@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import anyio
 import pytest
 import torch
 
-from asyncrl.components import _config_of_engines
+from asyncrl.components import _config_of_engines, create_rollout_components, create_train_group
 from asyncrl.config import Config
+from asyncrl.data.saved_batch import save_batch
 from asyncrl.debugging.replay import NoEngines, SavedRollouts
-from asyncrl.debugging.trainers import NoTrainer
+from asyncrl.debugging.trainers import NoTrainer, ReplayingTrainGroup
+from asyncrl.inference.controller import InferenceController
+from asyncrl.rollout.executor import RolloutExecutor
+from asyncrl.run.parts import InferencePart, RolloutPart, TrainingPart
+from asyncrl.training.train_group import TrainGroup
 from tests.inference.conftest import StartFleet, eventually, start_fleet
+from tests.run.jobs import a_job
+from tests.training.worlds import make_batch
 
 pytestmark = pytest.mark.anyio
 __all__ = ["start_fleet"]  # a fixture
@@ -49,24 +55,27 @@ async def test_engines_that_are_started_anew_and_have_nothing_to_load_are_let_se
         await eventually(lambda: fleet.states() == ["serving"])
 
 
-ROOT = Path(__file__).parents[2]
-STAND_INS = [
-    (NoTrainer, {"trainer"}, {"export_hf", "finish_checkpoint", "offload", "onload", "reset_optimizer"}),
-    (SavedRollouts, {"executor", "rollout_executor"}, {"eval", "set_eval_fleet", "set_weight_version"}),
-    (NoEngines, {"controller", "inference_controller"}, {"offload_kv", "onload", "wait_updatable"}),
-]
-"""With the names under which the loops know them, and what no loop asks of half a job."""
+@pytest.mark.parametrize(
+    ("stand_in", "part"),
+    [
+        *((NoTrainer, TrainingPart), (ReplayingTrainGroup, TrainingPart), (TrainGroup, TrainingPart)),
+        *((SavedRollouts, RolloutPart), (RolloutExecutor, RolloutPart)),
+        *((NoEngines, InferencePart), (InferenceController, InferencePart)),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_stand_in_has_all_that_a_loop_may_ask_of_it_as_the_real_part_has(stand_in: type, part: type) -> None:
+    """The type checker sees to it too, with the arguments; it is not run everywhere."""
+    asked = {name for kind in part.__mro__ if getattr(kind, "_is_protocol", False) for name in vars(kind)}
+    asked = {name for name in asked if not name.startswith("_")} - {"resumed"}  # set in the constructor
+    assert len(asked) > 10 and {name for name in asked if not hasattr(stand_in, name)} == set()
 
 
-@pytest.mark.parametrize(("stand_in", "names", "never"), STAND_INS)
-def test_a_stand_in_has_all_that_a_loop_may_ask_of_it(stand_in: type, names: set[str], never: set[str]) -> None:
-    """They are cast to what they stand in for, so no type checker sees to it."""
-    asked: set[str] = set()
-    for path in [ROOT / "asyncrl" / "phases.py", *(ROOT / "entrypoints").glob("train*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                owner = node.value
-                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)
-                if name in names:
-                    asked.add(node.attr)
-    assert {name for name in asked if not hasattr(stand_in, name)} == never
+async def test_half_a_job_is_built_of_stand_ins(tmp_path: Path) -> None:
+    save_batch(make_batch(3), tmp_path, {})
+    job = a_job(debug={"train_only": True, "load_rollouts": str(tmp_path)}, train={"num_steps": None})
+    built = await create_rollout_components(job)
+    assert (type(built.inference_controller), type(built.rollout_executor)) == (NoEngines, SavedRollouts)
+    assert built.num_rollout_per_epoch == 4
+    other = a_job(debug={"rollout_only": True})
+    assert type(await create_train_group(other, built)) is NoTrainer

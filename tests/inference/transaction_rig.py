@@ -28,7 +28,7 @@ from asyncrl.inference.sglang import engine_api
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.inference.updates import deadlines
 from asyncrl.observability.waits import waiting
-from asyncrl.pauses import Executor, ToldFleet
+from asyncrl.run.pauses import Pauses, ToldFleet
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.publication import PublicationReport, publish
 from asyncrl.weights.transfer import Transport
@@ -113,17 +113,13 @@ class Rig:
     copies: Copies | None
     transfers: int
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    executor: Executor | None = None
-    """Hears of the updates, where there is one."""
-    tell_version: bool = True
+    pauses: Pauses = field(default_factory=Pauses)
+    """Tells executors of the updates, where there are some."""
 
     async def publish(self, version: str) -> PublicationReport:
         self.source.tensors = self.versions[version] = tensors_of(version)
-        fleet = controller = self.fleet.controller
-        if self.executor is not None:
-            fleet = ToldFleet(controller, self.executor, tell_version=self.tell_version)
         return await publish(
-            fleet,
+            ToldFleet(self.fleet.controller, self.pauses),
             self.source,
             self.transport,
             version=version,

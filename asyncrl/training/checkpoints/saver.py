@@ -20,11 +20,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
-import anyio.abc
 import structlog
 
 from asyncrl.config import Config
@@ -32,6 +32,7 @@ from asyncrl.config.reading.toml import config_toml
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
+from asyncrl.tasks import Background
 from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
 from asyncrl.training.checkpoints.settings import changed_settings
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
@@ -79,17 +80,20 @@ class CheckpointSaver:
         layout: RankLayout,
         *,
         events: EventLog,
-        task_group: anyio.abc.TaskGroup,
+        background: Background,
         first_attempt: int | None = None,
     ) -> None:
-        """`first_attempt`: of the job, before its gang was restarted; None where it was not."""
+        """`background` is where checkpoints are completed.
+
+        `first_attempt`: of the job, before its gang was restarted; None where it was not.
+        """
         self._config = config
         self._settings = config.checkpoint
         self._root = config.run.dir / "checkpoints"
         self._layout = SavedLayout(layout.world_size, layout.tensor_parallel)
         self._events = events
         self._first_attempt = first_attempt
-        self._task_group = task_group
+        self._background = background
         self._loop = asyncio.get_running_loop()
         self._store = CheckpointStore(self._root)
         self._completion = anyio.CancelScope()
@@ -158,7 +162,9 @@ class CheckpointSaver:
             if failed:
                 return None
             raise
-        self._task_group.start_soon(self._complete, writing, dict(tensors), dict(extra), name="checkpoint")
+        self._background.start(
+            f"checkpoint of step {step}", partial(self._complete, writing, dict(tensors), dict(extra))
+        )
         try:
             await copy(number, staging)
         except BaseException:  # a rank failed, or the caller gave up: there may be ranks that never report

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import interpreter
 from asyncrl.data.fleet import ACTOR, EngineState
 from asyncrl.observability.display import Display
 from asyncrl.observability.events import EventLog, LoopStarted, StepFinished
 from asyncrl.observability.metrics import MetricsLog, StepTimer
 from asyncrl.observability.run_view import StepReport
 from asyncrl.observability.summary import RunSummary, print_summary, write_curve, write_summary
+from asyncrl.run import interpreter
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.rollout.metrics import RolloutMetrics

@@ -1,4 +1,4 @@
-"""What the parts of one running job share: its configuration, its directory, its account, its processes."""
+"""The job: what the parts of one running job share. Its configuration, its directory, its account, its processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from asyncrl.config.layout import ProcessLayout
 from asyncrl.exit_protocol import StopRequest
 from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
-from asyncrl.recorder import Recorder
+from asyncrl.run.pauses import Pauses
+from asyncrl.run.recorder import Recorder
+from asyncrl.run.turns import Turns
 from asyncrl.run_directory import RunDirectory
+from asyncrl.tasks import Background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class Job:
     config: Config
     """`run.dir` is the directory that was really taken."""
     layout: ProcessLayout
-    run: RunDirectory
+    directory: RunDirectory
     events: EventLog
     record: Recorder
     host: EngineHost
@@ -33,6 +36,12 @@ class Job:
     """Set when the job was asked to leave after the step in progress."""
     task_group: TaskGroup
     """Where supervisors live; a failure there cancels the loop."""
+    background: Background
+    """Work beside the loop that has a name; its tasks live in `task_group`."""
+    pauses: Pauses
+    """Tells executors when the engines generate nothing."""
+    turns: Turns
+    """Whose turn it is on GPUs that engines share with the trainer."""
     disposal: AsyncExitStack
     """What was built is given back in reverse order, whatever happened."""
     on_stop_now: list[Callable[[], Awaitable[None]]] = field(default_factory=list)

@@ -16,8 +16,8 @@ from asyncrl.inference.fleet_events import EngineStateChanged
 from asyncrl.observability.display import PlainDisplay
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
-from asyncrl.recorder import Recorder
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.run.recorder import Recorder
 from asyncrl.weights.publication import PublicationReport
 
 PUBLISHED = PublicationReport(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl import interpreter
-from asyncrl.pauses import ToldFleet
+from asyncrl.run import interpreter
+from asyncrl.run.pauses import Pauses, ToldFleet
 from tests.contracts.fake_controller import FakeController
 
 
@@ -72,7 +72,9 @@ async def test_garbage_goes_while_engines_are_paused() -> None:
     executor = SimpleNamespace(
         engines_paused=lambda: told.append("paused"), engines_resumed=lambda: told.append("resumed")
     )
-    fleet = ToldFleet(FakeController(), executor)  # type: ignore[arg-type]
+    pauses = Pauses()
+    pauses.add(executor)  # type: ignore[arg-type]
+    fleet = ToldFleet(FakeController(), pauses)
     interpreter.settle()
     garbage = [Cycle() for _ in range(20_000)]
     weakref.finalize(garbage[0], told.append, "collected")

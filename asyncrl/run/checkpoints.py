@@ -1,0 +1,123 @@
+"""Checkpoints of a run: the trainer and the executor are saved together, and go on together.
+
+Invariants
+- The executor is saved between a commit and the next batch, and the trainer before a publication takes it off its GPUs.
+- The last trained step is saved exactly once, whatever ended the loop: its planned end, a graceful stop that came after
+  the step had its turn to be saved, or a signal.
+- At a signal the step in progress is saved too. What cannot be saved is said, with the reason.
+- Groups that ended after the checkpoint from which a job goes on are marked as rolled back in the event log.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.observability.events import FaultSeen, read_events
+from asyncrl.rollout.group_events import GroupsRolledBack
+from asyncrl.rollout.scheduling.ledger import rolled_back
+from asyncrl.run.job import Job
+
+if TYPE_CHECKING:
+    from asyncrl.run.parts import InferencePart, RolloutPart, TrainingPart
+
+
+class Checkpoints:
+    """The checkpoints of one trainer and its executor."""
+
+    def __init__(
+        self, job: Job, engines: InferencePart, executor: RolloutPart, trainer: TrainingPart, trainer_name: str
+    ) -> None:
+        """`trainer_name` is the name by which the executor knows the trainer."""
+        self._job = job
+        self._settings = job.config.checkpoint
+        self._engines = engines
+        self._executor = executor
+        self._trainer = trainer
+        self._trainer_name = trainer_name
+
+    async def resume(self, first: int) -> None:
+        """Has the executor go on where the trainer does, after `first` steps; the trainer has begun.
+
+        Raises CheckpointError for a checkpoint without the executor's part, DataError for other data than it was
+        written with.
+        """
+        job, resumed = self._job, self._trainer.resumed
+        reached = None
+        if resumed is not None:
+            reached = await self._executor.restore(resumed.extra, first)
+            job.record.note(f"resumed from {resumed.path}")
+        if job.directory.attempt > 0:
+            group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.directory.events), reached))
+            if group_ids:
+                job.events.emit(GroupsRolledBack(step=first, group_ids=group_ids))
+
+    async def save_if_due(self, rollout_id: int, *, last: bool) -> None:
+        """Saves after rollout `rollout_id` where `checkpoint.every` says so, and the `last` one.
+
+        A checkpoint is written beside the training. Only the last one is waited for.
+        """
+        if self._settings.every and (last or self._settings.due(rollout_id + 1)):
+            with self._job.record.phase("checkpoint"):
+                await self._save(rollout_id, wait=last)
+
+    async def save_last(self) -> None:
+        """After the loop: saves its last step where that was not done.
+
+        On shared GPUs this takes the trainer's turn; a publication is to follow.
+        """
+        if not self._settings.every:
+            return
+        with self._job.record.phase("checkpoint"):
+            if await self._is_saved() or self._trainer.statistics().saving is not None:  # the latter where a disk hangs
+                return
+            await self._job.turns.trainers_turn(self._engines, self._trainer)
+            await self._save(self._trainer.statistics().step - 1, wait=True)
+
+    async def save_now(self) -> None:
+        """A signal has ended the loop: saves all steps since the last checkpoint, the step in progress included.
+
+        A checkpoint is not begun where the last one took longer than there is time for. On shared GPUs the trainer gets
+        its turn first, wherever the loop was. Says what was not saved; raises nothing that the job may expect.
+        """
+        now, patience_s = self._trainer.statistics(), self._job.config.run.stop_grace_s / 2
+        if not self._settings.every or now.failure is not None:
+            return
+        step = now.step + 1  # where a step is in progress
+        problem = f"{now.thread.running or 'the step in progress'} did not end within {patience_s:g} s"
+        try:
+            self._executor.settle(await self._trainer.settle(), self._trainer_name)
+            now = self._trainer.statistics()
+            step, problem = now.step, f"none was written within {patience_s:g} s"
+            if await self._is_saved():
+                problem = ""
+            elif now.checkpoint is not None and now.checkpoint.seconds > patience_s:
+                problem = f"the last one took {now.checkpoint.seconds:.1f} s, and there are {patience_s:g} s for it"
+            else:
+                await self._job.turns.trainers_turn(self._engines, self._trainer)
+                if await self._save(now.step - 1, wait=True):
+                    problem = ""
+        except AsyncRLError as error:  # of the step in progress, of generation, of another trainer's batch, ...
+            problem = str(error)
+        finally:
+            if problem:
+                told = f"stopped without a checkpoint of step {step}: {problem}"
+                if self._trainer.statistics().saving == step:  # the end of the trainer still leaves it a few seconds
+                    told = f"stopped while the checkpoint of step {step} was still being written after {patience_s:g} s"
+                self._job.record.note(told)
+                self._job.events.emit(FaultSeen(component="checkpoint", what=told))
+
+    async def _save(self, rollout_id: int, *, wait: bool) -> bool:
+        """Whether a checkpoint of rollout `rollout_id` was begun, or with `wait` was written."""
+        extra = await self._executor.save()
+        return await self._trainer.save_checkpoint(rollout_id, extra, wait=wait) is not None
+
+    async def _is_saved(self) -> bool:
+        """Whether all trained steps are in a checkpoint; waits for one of the last step that is being written."""
+        if self._trainer.statistics().saving == self._trainer.statistics().step:
+            await self._trainer.finish_checkpoint()
+        now = self._trainer.statistics()
+        begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
+        return now.step in (begun, now.checkpoint and now.checkpoint.step)

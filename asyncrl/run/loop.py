@@ -1,0 +1,280 @@
+"""Run: a training loop, stage by stage.
+
+    run = await start_run(job)
+    for step in run.steps():
+        batch = await run.next_batch(step)       # generate
+        metrics = await run.train(step, batch)   # train
+        await run.commit(step)
+        await run.checkpoint(step)
+        await run.publish(step)
+        run.record_step(step, metrics)
+    await run.finish()
+
+A step is a number from 0 on, the same as the rollout id of its batch. The loop decides which stages a step has, and in
+which order. Each stage counts its time as a phase of the step.
+
+Invariants
+- From `start` on a job that a signal stops saves what it has trained, whichever stages its loop has.
+- `finish` saves and publishes the last trained step where the loop has not done so.
+- Whether the job was asked to stop is looked at before each step, so a step that was begun is finished.
+- An evaluation that fails is a skipped point with a reason, never the end of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from asyncrl.config.sections.training import TrainConfig
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.observability.events import CheckpointWritten
+from asyncrl.rollout.scheduling.deliveries import TRAINER
+from asyncrl.run.checkpoints import Checkpoints
+from asyncrl.run.job import Job
+from asyncrl.run.republication import Republication
+from asyncrl.run.warm_up import warm_up
+from asyncrl.tasks import RunningTask
+
+if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
+    from asyncrl.data.batch import RolloutBatch
+    from asyncrl.rollout.evaluation import EvalReport
+    from asyncrl.run.parts import EngineUser, RolloutComponents, TrainingPart
+    from asyncrl.weights.publication import PublicationReport
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatistics:
+    """A snapshot of a run."""
+
+    trained: int
+    """Steps that were trained and committed, those before a resume included."""
+    num_steps: int
+    """Steps after which the run ends."""
+    background: tuple[RunningTask, ...]
+    """Work beside the loop."""
+    pauses: tuple[str, ...]
+    """Why the engines generate nothing now; empty where they may."""
+
+
+class Run:
+    """One attempt of a run, over parts that are built. Made by `start`."""
+
+    def __init__(
+        self, job: Job, components: RolloutComponents, trainer: TrainingPart, generates_ahead: bool, trainer_name: str
+    ) -> None:
+        """Use `start`."""
+        self.job = job
+        self.engines, self.executor, per_epoch = components
+        self.trainer = trainer
+        self.first = 0
+        """The first step of this attempt."""
+        self.num_steps = planned_steps(job.config.train, per_epoch)
+        """Steps after which the run ends, those before a resume included."""
+        self._generates_ahead = generates_ahead
+        self._trainer_name = trainer_name
+        self._trained = self._published = 0
+        """Steps that were committed, and steps whose weights were published."""
+        self._publication: PublicationReport | None = None
+        """Of the step in progress."""
+        self._checkpoints = Checkpoints(job, self.engines, self.executor, trainer, trainer_name)
+        self._republication = Republication(self.engines, self._publish_trained, job.record.note)
+
+    # start
+
+    @classmethod
+    async def start(
+        cls,
+        job: Job,
+        components: RolloutComponents,
+        trainer: TrainingPart,
+        *,
+        generates_ahead: bool = False,
+        trainer_name: str = TRAINER,
+    ) -> Run:
+        """Returns when the first step may begin: restored, warmed up, and with engines that hold the trainer's weights.
+
+        Args:
+            generates_ahead: from the first batch on, engines generate as far ahead as `rollout.max_staleness` allows.
+            trainer_name: the name of this trainer, where the executor was made for several.
+
+        Raises ConfigError where the number of steps is unknown or engines cannot generate ahead; CheckpointError and
+        DataError for a checkpoint that the run cannot go on from; EngineError and WeightUpdateError as the parts do.
+        """
+        if generates_ahead:
+            job.turns.check_overlap()
+        run = cls(job, components, trainer, generates_ahead, trainer_name)
+        with job.record.phase("startup"):
+            await run._begin()
+        job.record.start(run.num_steps, run.first)
+        return run
+
+    async def _begin(self) -> None:
+        job = self.job
+        job.pauses.add(self.executor)
+        self.first = self._trained = self._published = await self.trainer.init()
+        republishing = job.background.start("republication of lost weights", self._republication.serve)
+        job.disposal.push_async_callback(republishing.end)
+        job.on_stop_now.extend([republishing.end, self._checkpoints.save_now])  # in this order: both use the trainer
+        await self._checkpoints.resume(self.first)
+        await warm_up(job, self.trainer)
+        await self.engines.wait_ready()
+        await job.turns.publish(self.engines, self.trainer, None)  # no engine serves before it holds these weights
+
+    def add_executor(self, executor: EngineUser) -> None:
+        """Tells `executor`, a started one in front of the same engines, of every pause and all weights from now on."""
+        self.job.pauses.add(executor)
+
+    # the stages of a step
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left; ends early where the job was asked to stop."""
+        for step in range(self.first, self.num_steps):
+            if self.job.stop.requested:
+                return
+            yield step
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether `eval` asks for an evaluation before `step`."""
+        return self.job.config.eval.due(step, self.first)
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluates the published policy on the held-out prompts of `eval.data`, as a point after `step` trained steps.
+
+        On the engines of `eval.fleet` where there are some: they are brought to the published weights first.
+        """
+        with self.job.record.phase("eval"):
+            try:
+                report = await self._republication.during(partial(self._measure, step))
+            except AsyncRLError as error:
+                report = self.executor.report_eval_skip(step, str(error))
+        self.job.record.evaluated(step, report.accuracy, report.as_dict(), report.skipped)
+
+    async def next_batch(self, step: int) -> RolloutBatch:
+        """The batch of `step`; waits until it is generated and scored.
+
+        Raises EngineError where no engine will serve, and as `RolloutExecutor.get` does.
+        """
+        with self.job.record.phase("wait" if self._generates_ahead else "generate"):
+            if self._generates_ahead and step == self.first:
+                self.executor.generate_ahead(self.first, self.num_steps)
+            return await self._republication.during(partial(self._get, step))
+
+    @asynccontextmanager
+    async def trainers_turn(self) -> AsyncIterator[TrainingPart]:
+        """The trainer may compute in the body, with any of its commands; see `train` for the usual one.
+
+        On GPUs that engines share with the trainer, engines leave them first, and come back with the next publication.
+        """
+        with self.job.record.phase("train"):
+            await self.job.turns.trainers_turn(self.engines, self.trainer)
+            yield self.trainer
+
+    async def train(self, step: int, batch: RolloutBatch) -> dict[str, float]:
+        """Trains on the batch of `step`, as `train` of the configuration says; returns metrics.
+
+        Raises StalenessError for a batch that is too old, TrainerError where a rank fails.
+        """
+        async with self.trainers_turn() as trainer:
+            return await trainer.train(step, batch)
+
+    async def commit(self, step: int) -> None:
+        """Tells the executor that the batch of `step` is trained; its groups have ended."""
+        with self.job.record.phase("train"):
+            await self.executor.commit(step, self._trainer_name)
+        self._trained = step + 1
+
+    async def checkpoint(self, step: int) -> None:
+        """Saves the run after `step` where `checkpoint.every` says so, and after the last step. Call it after `commit`.
+
+        It is written beside the training; only that of the last step is waited for.
+        """
+        last = self.job.stop.requested or step + 1 == self.num_steps
+        await self._checkpoints.save_if_due(step, last=last)
+
+    def publication_due(self, step: int) -> bool:
+        """Whether `train.update_weights_interval` asks for a publication after `step`."""
+        return self.job.config.train.publishes(step)
+
+    async def publish(self, step: int) -> None:
+        """Brings the engines to the weights after `step`. Raises WeightUpdateError where no engine gets them."""
+        with self.job.record.phase("publish"):
+            self._publication = await self.job.turns.publish(self.engines, self.trainer, step)
+        self._published = step + 1
+
+    def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Ends `step` in the account of the run, with the `metrics` of its training."""
+        publication, self._publication = self._publication, None
+        self.job.record.step(step + 1, self.executor.last_rollout, metrics, publication)
+
+    # the end
+
+    async def finish(self) -> None:
+        """Ends the loop: last checkpoint, last publication, evaluation at the end and export, where they are due.
+
+        After a loop that ended early too; not after one that failed.
+        """
+        config = self.job.config
+        await self._checkpoints.save_last()
+        if self._published < self._trained or self.job.turns.engines_wait:
+            await self.publish(self._trained - 1)
+        if config.eval.data is not None and config.eval.at_end:
+            await self.evaluate(self._trained)
+        if config.run.export:
+            await self.export()
+
+    async def export(self) -> None:
+        """Writes the policy as a Hugging Face directory into the run directory; without a trainer there is none."""
+        job, directory = self.job, self.job.directory.export
+        if job.config.debug.rollout_only:
+            return
+        started = anyio.current_time()
+        with job.record.phase("export"):
+            await job.turns.trainers_turn(self.engines, self.trainer)
+            await self.trainer.export_hf(directory)
+        seconds = anyio.current_time() - started
+        job.events.emit(CheckpointWritten(step=self._trained, path=str(directory), seconds=seconds))
+        job.record.exported(directory)
+
+    def statistics(self) -> RunStatistics:
+        """How far the run is, and what goes on beside its loop."""
+        return RunStatistics(self._trained, self.num_steps, self.job.background.running, self.job.pauses.reasons)
+
+    # what the stages do
+
+    async def _get(self, step: int) -> RolloutBatch:
+        await self.engines.prepare_rollout(step)
+        return await self.executor.get(step, self._trainer_name)
+
+    async def _measure(self, step: int) -> EvalReport:
+        try:
+            if self.job.config.eval.fleet is None:
+                await self.engines.prepare_eval()
+            else:
+                self.executor.set_eval_fleet(await self.engines.pin_eval_fleet())
+            return await self.executor.eval(step)
+        except AsyncRLError as error:  # it is a result: the job goes on
+            return self.executor.report_eval_skip(step, str(error))
+
+    async def _publish_trained(self) -> None:
+        """Publishes what the trainer holds."""
+        await self.job.turns.publish(self.engines, self.trainer, self._trained - 1)
+        self._published = self._trained
+
+
+def planned_steps(config: TrainConfig, num_rollout_per_epoch: int | None) -> int:
+    """Steps after which a run ends. Raises ConfigError where nothing says how many there are."""
+    if config.num_steps is not None:
+        return config.num_steps
+    if not num_rollout_per_epoch:
+        raise ConfigError(
+            f"train.num_steps: it is none, so the run takes {config.num_epochs} pass(es) over the data "
+            f"(train.num_epochs), but RolloutComponents.num_rollout_per_epoch is {num_rollout_per_epoch}: nothing says "
+            "how many batches a pass has; set train.num_steps, or build the components with the number that "
+            "executor.get_num_rollout_per_epoch() returns"
+        )
+    return config.num_epochs * num_rollout_per_epoch

@@ -1,0 +1,147 @@
+"""The stages of a run, over parts that only note what is asked of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.rollout.evaluation import skipped_report
+from tests.run.jobs import Engines, Executor, Trainer, a_job, started
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_each_of_several_trainers_gathers_and_commits_under_its_name() -> None:
+    calls: list[str] = []
+    async with started(Engines(calls), Executor(calls), Trainer(calls), trainer_name="critic") as run:
+        calls.clear()
+        await run.next_batch(3)
+        await run.commit(3)
+    assert calls == ["engines.prepare_rollout 3", "executor.get 3 critic", "executor.commit 3 critic"]
+
+
+async def test_a_run_of_which_nothing_says_how_long_it_is_is_refused_before_anything_begins() -> None:
+    calls: list[str] = []
+    for per_epoch in (None, 0):
+        job = a_job(train={"num_steps": None})
+        with pytest.raises(BaseExceptionGroup) as raised:
+            async with started(Engines(calls), Executor(calls), Trainer(calls), job=job, per_epoch=per_epoch):
+                pass
+        match = rf"train\.num_steps: .*num_rollout_per_epoch is {per_epoch}: .* set train\.num_steps, or"
+        assert raised.group_contains(ConfigError, match=match)
+    assert calls == []
+
+
+async def test_a_run_knows_its_first_and_its_last_step() -> None:
+    job = a_job(train={"num_steps": None, "num_epochs": 3})
+    async with started(Engines([]), Executor([]), Trainer([], resumed_at=4), job=job, per_epoch=2) as run:
+        assert list(run.steps()) == [4, 5] and job.record.started == (6, 4)
+
+
+async def test_no_step_begins_after_a_stop_was_asked_for() -> None:
+    async with started(Engines([]), Executor([]), Trainer([])) as run:
+        steps = run.steps()
+        assert next(steps) == 0
+        run.job.stop.request()
+        assert list(steps) == []
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+async def test_an_export_brings_the_trainer_back_first(colocated: bool) -> None:
+    calls: list[str] = []
+    job = a_job(colocated=colocated)
+    async with started(Engines(calls), Executor(calls), Trainer(calls), job=job) as run:
+        calls.clear()
+        await run.export()
+    turn = ["executor.engines_paused", "engines.offload", "trainer.onload"] if colocated else []
+    assert calls == [*turn, "trainer.export_hf DIR"] and job.record.exports == ["DIR"]
+
+
+async def test_without_a_trainer_nothing_is_exported() -> None:
+    calls: list[str] = []
+    job = a_job(debug={"rollout_only": True})
+    async with started(Engines(calls), Executor(calls), Trainer(calls), job=job) as run:
+        await run.export()
+    assert "trainer.export_hf DIR" not in calls and job.record.exports == []
+
+
+async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
+    engines = Engines([], prepare_eval=EngineError("engine-0: gone"))
+    async with started(engines, Executor([]), Trainer([])) as run:
+        await run.evaluate(3)
+        assert run.job.record.points == [(3, None, {}, "engine-0: gone")]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("failure", [None, EngineError("eval-0 holds weights '0.1'")])
+async def test_engines_that_only_evaluate_are_pinned_first_and_a_pin_that_fails_is_a_skipped_point(
+    failure: EngineError | None,
+) -> None:
+    calls: list[str] = []
+    job = a_job(eval={"data": {"source": "x.jsonl"}, "fleet": {}})
+    engines = Engines(calls, pin_eval_fleet=failure or "INFO")
+    executor = Executor(calls, eval=skipped_report(3, "as told"))
+    async with started(engines, executor, Trainer(calls), job=job) as run:
+        calls.clear()
+        await run.evaluate(3)
+    done = ["executor.set_eval_fleet INFO", "executor.eval 3"]
+    assert calls == ["engines.pin_eval_fleet", *(["executor.report_eval_skip 3"] if failure else done)]
+    assert job.record.points == [(3, None, {}, str(failure or "as told"))]
+
+
+async def test_a_step_is_recorded_with_the_publication_that_it_had() -> None:
+    trainer = Trainer([], update_weights="REPORT")
+    async with started(Engines([]), Executor([]), trainer) as run:
+        await run.publish(0)
+        run.record_step(0, {"train/loss": 1.0})
+        run.record_step(1, {"train/loss": 0.5})
+        assert run.job.record.recorded == [  # type: ignore[attr-defined]
+            (1, None, {"train/loss": 1.0}, "REPORT"),
+            (2, None, {"train/loss": 0.5}, None),
+        ]
+
+
+@pytest.mark.parametrize("stages", [("checkpoint", "publish"), ("checkpoint",), ("publish",), ()])
+async def test_what_a_loop_leaves_out_is_done_at_its_end(stages: tuple[str, ...]) -> None:
+    """A loop without a checkpoint or a publication loses nothing of what it has trained."""
+    calls: list[str] = []
+    job = a_job(train={"num_steps": 2}, checkpoint={"every": 1}, run={"export": False})
+    async with started(Engines(calls), Executor(calls), Trainer(calls), job=job) as run:
+        for step in run.steps():
+            await run.train(step, await run.next_batch(step))
+            await run.commit(step)
+            for stage in stages:
+                await getattr(run, stage)(step)
+        calls.clear()
+        await run.finish()
+    saved = [] if "checkpoint" in stages else ["executor.save", "trainer.save_checkpoint 1 {} wait"]
+    assert calls == [*saved, *([] if "publish" in stages else ["trainer.update_weights 1"])]
+
+
+async def test_what_goes_on_beside_the_loop_is_in_the_statistics_of_the_run() -> None:
+    job = a_job(colocated=True)
+    async with started(Engines([]), Executor([]), Trainer([]), job=job) as run:
+        await run.commit(0)
+        job.background.start("copy of weights 0.1", anyio.sleep_forever)
+        async with run.trainers_turn():
+            told = run.statistics()
+        assert (told.trained, told.num_steps) == (1, 100)
+        assert [task.name for task in told.background] == ["republication of lost weights", "copy of weights 0.1"]
+        assert told.pauses == ("the trainer's turn on shared GPUs",)
+        await job.disposal.aclose()
+        assert [task.name for task in run.statistics().background] == ["copy of weights 0.1"]
+
+
+async def test_an_executor_that_is_added_later_hears_of_pauses_and_of_the_weights_that_are_served() -> None:
+    calls: list[str] = []
+    others: list[str] = []
+    async with started(Engines(calls), Executor(calls), Trainer(calls)) as run:
+        run.job.pauses.serve("0.0")
+        other: Any = Executor(others)
+        run.add_executor(other)
+        run.add_executor(other)
+        assert others == ["executor.set_weight_version 0.0"]
+        run.job.pauses.begin("a test").end()
+        assert others[1:] == ["executor.engines_paused", "executor.engines_resumed"] == calls[-2:]
