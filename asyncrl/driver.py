@@ -1,10 +1,10 @@
-"""From the command line to the exit code: what every entrypoint has around its loop.
+"""From the command line to the exit code: the frame of every entrypoint's loop.
 
 Invariants
 - An expected failure is one message on stderr and a non-zero exit code; a defect keeps its traceback.
-- Whatever happens, what was built is disposed of, and the run directory says how the job ended. Each stage of that
-  end is bounded (some `run.stop_grace_s`), after a success and after a failure alike.
-- On ranks other than 0 nothing but the trainer runs, and only rank 0 speaks of a failure.
+- However the job ends, it disposes of all parts that it built, and the run directory says how it ended. Each stage of
+  the end is bounded by a few times `run.stop_grace_s`, after a success and after a failure.
+- Ranks other than 0 run the trainer alone, and only rank 0 reports a failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Loop = Callable[[Job], Awaitable[None]]
 FINISHED = "finished"
 
 _BY_SIGNAL = 128
-"""Exit codes above it say which signal ended the process."""
+"""An exit code above this names the signal that ended the process."""
 
 
 def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
@@ -127,7 +127,7 @@ class Outcome:
 
     @contextmanager
     def recorded(self, events: EventLog) -> Iterator[None]:
-        """Writes the end of the job into its event log, an error of the body included."""
+        """Writes into the event log how the body ended, with its error where it has one."""
         try:
             yield
         except BaseException as error:
@@ -188,9 +188,9 @@ async def _run(
 
 
 async def _keep_what_is_safe(job: Job, leave_by: float | None) -> None:
-    """After a signal: what the loop left to be done at once, in half of the grace; the other half is for the end.
+    """After a signal: calls `job.on_stop_now`, in half of the grace. The other half is for the disposal.
 
-    What the loop itself took to end, to undo a publication for instance, is of the first half.
+    The time in which the loop itself ended counts too, for instance the end of a publication.
     """
     half_s = job.config.run.stop_grace_s / 2
     left_s = half_s if leave_by is None else max(leave_by - half_s - time.monotonic(), 0.0)
@@ -200,7 +200,7 @@ async def _keep_what_is_safe(job: Job, leave_by: float | None) -> None:
 
 
 def _serve(loaded: LoadedConfig) -> int:
-    """Ranks >= 1: execute what rank 0 commands."""
+    """Ranks >= 1: execute the commands of rank 0."""
     if loaded.config.debug.rollout_only:
         return 0
     from asyncrl.training.factory import make_trainer
@@ -212,7 +212,7 @@ def _serve(loaded: LoadedConfig) -> int:
 
 
 def _build_model(config: Config) -> None:
-    """Creates the model where it does not exist and the configuration names a builder."""
+    """Has `model.builder` make the model, where there is a builder and no model yet."""
     if config.model.builder is None or (config.model.path / "config.json").exists():
         return
     build = resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
@@ -220,14 +220,14 @@ def _build_model(config: Config) -> None:
         build(config.model.path)
     except AsyncRLError:
         raise
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # the user's function may raise anything
         raise ModelError(
             f"model.builder: {config.model.builder} failed to make {config.model.path}: {describe_exception(error)}"
         ) from error
 
 
 def _would_start(loaded: LoadedConfig) -> None:
-    """For a dry run: raises AsyncRLError for what only the start itself would find, short of reading data."""
+    """For a dry run: makes the checks of the start that need no data; raises AsyncRLError."""
     config = loaded.config
     RunDirectory.check(config)
     if (config.model.path / "config.json").exists():
@@ -240,7 +240,7 @@ def _would_start(loaded: LoadedConfig) -> None:
 
 @contextmanager
 def _first_expected_error() -> Iterator[None]:
-    """Task groups wrap what their tasks raise: the first AsyncRLError of a group is the error that counts."""
+    """Raises the first AsyncRLError of an exception group in its place: task groups wrap the errors of their tasks."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -253,7 +253,7 @@ def _first_expected_error() -> Iterator[None]:
 
 
 def _tell(error: AsyncRLError) -> None:
-    """One message for the person; under torchrun also for the agent, whose own report then repeats it."""
+    """Prints one message. Under torchrun the agent gets it too, and repeats it in its own report."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:

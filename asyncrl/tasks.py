@@ -125,9 +125,13 @@ class BackgroundTask:
         self._ended = anyio.Event()
 
     async def end(self) -> None:
-        """Cancels the task and returns once it has ended; idempotent. What the task shields goes on to its end."""
+        """Cancels the task and returns once it has ended, also where the caller is cancelled. Idempotent.
+
+        What the task itself shields from cancellation goes on to its end, so its owner keeps that short.
+        """
         self._scope.cancel()
-        await self._ended.wait()
+        with anyio.CancelScope(shield=True):
+            await self._ended.wait()
 
     async def _run(self, work: Call[object]) -> None:
         try:

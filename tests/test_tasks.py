@@ -1,4 +1,4 @@
-"""Waking waiters, and results and errors of several tasks."""
+"""Waking waiters, results and errors of several tasks, and tasks with names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from asyncrl.tasks import Changes, finish_all, first_of, run_all
+from asyncrl.tasks import Background, Changes, finish_all, first_of, run_all
 
 pytestmark = pytest.mark.anyio
 
@@ -87,3 +87,46 @@ async def test_the_first_wait_that_returns_cancels_the_others() -> None:
         await first_of(anyio.sleep_forever, partial(after, 2))
     with pytest.raises(ValueError, match="first"):
         await first_of(anyio.sleep_forever, partial(after, 1, error=ValueError("first")))
+
+
+async def test_background_work_is_listed_from_its_start_to_its_end() -> None:
+    async with anyio.create_task_group() as tasks:
+        background, release = Background(tasks), anyio.Event()
+        background.start("first", release.wait)
+        second = background.start("second", anyio.sleep_forever)
+        assert [task.name for task in background.running] == ["first", "second"]
+        assert all(0 <= task.seconds < 60 for task in background.running)
+        release.set()
+        await anyio.wait_all_tasks_blocked()
+        assert [task.name for task in background.running] == ["second"]
+        await second.end()
+        await second.end()
+        assert background.running == ()
+
+
+async def test_the_end_of_background_work_is_waited_for_also_where_that_takes_a_while() -> None:
+    done: list[str] = []
+
+    async def work() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await after(20)
+                done.append("handed back")
+
+    async with anyio.create_task_group() as tasks:
+        task = Background(tasks).start("work", work)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+        await task.end()  # the job has failed, and everything is cancelled
+        assert done == ["handed back"]
+
+
+async def test_an_error_of_background_work_ends_the_job() -> None:
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with anyio.create_task_group() as tasks:
+            background = Background(tasks)
+            background.start("work", partial(after, 1, error=ValueError("a defect")))
+            await anyio.sleep_forever()
+    assert raised.group_contains(ValueError, match="a defect") and background.running == ()

@@ -1,8 +1,9 @@
-"""What a replayed training step gives, beside what was recorded of it. Pure: no I/O.
+"""Compares a replayed training step with the recorded one. Pure: no I/O.
 
-Two comparisons. Metrics (losses, gradient norms, ...) with those of the recorded run: on the same layout, in float32,
-from the same weights they are the same to the last bit. And the trainer's log-prob of each trained token with the
-engine's: where they part at the first step, weights, tokenisation or masks do not fit.
+There are two comparisons. Metrics (losses, gradient norms, ...) are compared with those of the recorded run: on the
+same layout, in float32, from the same weights, they are the same to the last bit. The trainer's log-prob of each
+trained token is compared with the engine's: where they differ at the first step, weights, tokenisation or masks do not
+fit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TRAINING = "train/"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One metric, then and now."""
+    """One metric, as recorded and as replayed."""
 
     name: str
     recorded: float
@@ -30,7 +31,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """0 is the same; infinite where only one of them is a number."""
+        """The relative difference: 0 where both are the same, infinite where only one of them is a number."""
         if self.recorded == self.replayed or (math.isnan(self.recorded) and math.isnan(self.replayed)):
             return 0.0
         if not (math.isfinite(self.recorded) and math.isfinite(self.replayed)):
@@ -40,16 +41,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """The trainer's log-probs less the engine's, over trained tokens, in nat."""
+    """The difference of the trainer's and the engine's log-probs, over trained tokens, in nat."""
 
     mean: float
-    """Of the magnitude."""
+    """Mean magnitude."""
     largest: float
-    """In magnitude."""
+    """Largest magnitude."""
     sample_id: str
-    """Where it is largest."""
+    """The sample with the largest difference."""
     token: int
-    """Its place among the sampled tokens of that sample."""
+    """The place of the largest difference among the sampled tokens of that sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class StepComparison:
         return tuple(sorted(beyond, key=lambda difference: -difference.relative))
 
     def as_record(self) -> dict[str, Any]:
-        """As a line of JSON."""
+        """The comparison as a record for a line of JSON."""
         return {
             "step": self.step,
             "same": not self.differing if self.metrics else None,
@@ -79,7 +80,7 @@ class StepComparison:
         }
 
     def in_words(self) -> str:
-        """One line for the person who looks for the difference."""
+        """The comparison in one line of text."""
         parts = [f"{d.name} was {d.recorded:.7g}, is {d.replayed:.7g} ({d.relative:.1e})" for d in self.differing[:3]]
         if len(self.differing) > len(parts):
             parts.append(f"{len(self.differing) - len(parts)} more")
@@ -94,7 +95,7 @@ class StepComparison:
 
 
 def compare_metrics(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> tuple[Difference, ...]:
-    """The `train/` metrics that both have. One that is null in `recorded` was not finite."""
+    """Compares the `train/` metrics that both have. A metric that is null in `recorded` was not finite."""
     return tuple(
         Difference(name, math.nan if recorded[name] is None else float(recorded[name]), value)
         for name, value in sorted(replayed.items())
@@ -103,7 +104,10 @@ def compare_metrics(recorded: Mapping[str, Any], replayed: Mapping[str, float]) 
 
 
 def compare_logprobs(batch: RolloutBatch, logprobs: Tensor) -> LogprobDifference | None:
-    """`logprobs`: float32 [T], the trainer's, at the batch's temperature and before the step."""
+    """Compares log-probs; None where no token is trained.
+
+    `logprobs`: float32 [T], of the trainer before the step, at the batch's temperature.
+    """
     difference = (logprobs - batch.logprobs)[batch.loss_mask].abs()
     if not len(difference):
         return None
@@ -116,7 +120,7 @@ def compare_logprobs(batch: RolloutBatch, logprobs: Tensor) -> LogprobDifference
 
 
 def verdict(steps: Sequence[StepComparison]) -> str:
-    """The whole replay in one line."""
+    """The whole replay in one line of text."""
     compared = [step for step in steps if step.metrics]
     if not compared:
         return f"{len(steps)} steps replayed; nothing was recorded that they could be compared with"

@@ -97,9 +97,9 @@ class StepTimer:
         with timer.phase("generate"): ...      # may nest: the inner phase's time is not the outer's
         step_time = timer.finish_step()
 
-    Phases in use: startup, warm-up, generate, train, publish, eval, other. A count at the end (`warm-up 40/200`) is
-    shown, not accounted apart. `on_phase` (say, a display's `phase`) hears of each change. Not for concurrent tasks:
-    it times the one that drives the loop.
+    Phases in use: startup, warm-up, eval, generate, wait, train, checkpoint, publish, export, other. A count at the end
+    (`warm-up 40/200`) is shown, not accounted apart. `on_phase` (say, a display's `phase`) hears of each change. Not for
+    concurrent tasks: it times the one that drives the loop.
     """
 
     def __init__(

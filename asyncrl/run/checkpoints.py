@@ -21,21 +21,20 @@ from asyncrl.rollout.scheduling.ledger import rolled_back
 from asyncrl.run.job import Job
 
 if TYPE_CHECKING:
-    from asyncrl.run.parts import InferencePart, RolloutPart, TrainingPart
+    from asyncrl.run.parts import RolloutPart
+    from asyncrl.run.turns import Halves
 
 
 class Checkpoints:
     """The checkpoints of one trainer and its executor."""
 
-    def __init__(
-        self, job: Job, engines: InferencePart, executor: RolloutPart, trainer: TrainingPart, trainer_name: str
-    ) -> None:
+    def __init__(self, job: Job, halves: Halves, executor: RolloutPart, trainer_name: str) -> None:
         """`trainer_name` is the name by which the executor knows the trainer."""
         self._job = job
         self._settings = job.config.checkpoint
-        self._engines = engines
+        self._halves = halves
         self._executor = executor
-        self._trainer = trainer
+        self._trainer = halves.trainer
         self._trainer_name = trainer_name
 
     async def resume(self, first: int) -> None:
@@ -73,7 +72,7 @@ class Checkpoints:
         with self._job.record.phase("checkpoint"):
             if await self._is_saved() or self._trainer.statistics().saving is not None:  # the latter where a disk hangs
                 return
-            await self._job.turns.trainers_turn(self._engines, self._trainer)
+            await self._job.turns.trainers_turn(self._halves)
             await self._save(self._trainer.statistics().step - 1, wait=True)
 
     async def save_now(self) -> None:
@@ -96,7 +95,7 @@ class Checkpoints:
             elif now.checkpoint is not None and now.checkpoint.seconds > patience_s:
                 problem = f"the last one took {now.checkpoint.seconds:.1f} s, and there are {patience_s:g} s for it"
             else:
-                await self._job.turns.trainers_turn(self._engines, self._trainer)
+                await self._job.turns.trainers_turn(self._halves)
                 if await self._save(now.step - 1, wait=True):
                     problem = ""
         except AsyncRLError as error:  # of the step in progress, of generation, of another trainer's batch, ...

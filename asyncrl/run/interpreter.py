@@ -1,13 +1,13 @@
-"""How the driver's interpreter is set up, so that nothing but work holds up its event loop.
+"""How the driver's interpreter is set up, so that nothing but work delays its event loop.
 
-The loop shares it with the trainer's thread and with all that belongs to thousands of requests in flight.
+The event loop shares the interpreter with the trainer's thread, and with the objects of thousands of requests.
 
-- *Collections* of cyclic garbage visit what was made since the last one, and every so often everything. With 4,096
-  requests in flight that is 100,000 to 1,000,000 objects: the loop stands still for 0.1 to 0.5 s, to find next to
-  nothing, since what a sample leaves behind is freed without it. So they wait until so much was made and not freed that
-  it may well be garbage: while engines are paused for new weights a tenth of what it takes at other times.
-- *The lock of the interpreter* is given up by each write to a file. A thread that computes gives it back after the
-  switch interval, of which the usual one, 5 ms, would be most of the time in which the loop is to come round.
+- *Garbage collection.* A collection visits the objects that were made since the last one, and sometimes all objects.
+  With 4,096 requests in flight these are 100,000 to 1,000,000 objects, and the loop stands still for 0.1 to 0.5 s. It
+  finds next to nothing, since the objects of a sample are freed without it. So collections wait until many objects were
+  made and not freed. While engines are paused for new weights, a tenth as many are enough.
+- *The interpreter's lock.* The loop gives it up at each write to a file. A thread that computes gives it back after the
+  switch interval. The usual interval is 5 ms, which is long beside one turn of the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORTH_A_PAUSE = _MOST_UNSEEN // 10
 
 
 def settle() -> None:
-    """Start-up is over: what it made stays, and is visited no more (some 700,000 objects of torch and its like)."""
+    """Ends start-up: no collection visits its objects any more (some 700,000 of torch and other libraries)."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MOST_UNSEEN, *gc.get_threshold()[1:])
@@ -30,6 +30,6 @@ def settle() -> None:
 
 
 def tidy() -> None:
-    """A moment in which the loop may be late, since engines generate nothing. Before `settle` there is no need."""
+    """Collects garbage where that is worth it; call it while engines generate nothing. No effect before `settle`."""
     if gc.get_freeze_count() and gc.get_count()[0] > _WORTH_A_PAUSE:
         gc.collect()

@@ -37,6 +37,7 @@ from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.run.checkpoints import Checkpoints
 from asyncrl.run.job import Job
 from asyncrl.run.republication import Republication
+from asyncrl.run.turns import Halves
 from asyncrl.run.warm_up import warm_up
 from asyncrl.tasks import RunningTask
 
@@ -81,7 +82,8 @@ class Run:
         """Steps that were committed, and steps whose weights were published."""
         self._publication: PublicationReport | None = None
         """Of the step in progress."""
-        self._checkpoints = Checkpoints(job, self.engines, self.executor, trainer, trainer_name)
+        self._halves = Halves(self.engines, trainer)
+        self._checkpoints = Checkpoints(job, self._halves, self.executor, trainer_name)
         self._republication = Republication(self.engines, self._publish_trained, job.record.note)
 
     # start
@@ -123,7 +125,7 @@ class Run:
         await self._checkpoints.resume(self.first)
         await warm_up(job, self.trainer)
         await self.engines.wait_ready()
-        await job.turns.publish(self.engines, self.trainer, None)  # no engine serves before it holds these weights
+        await job.turns.publish(self._halves, None)  # no engine serves before it holds these weights
 
     def add_executor(self, executor: EngineUser) -> None:
         """Tells `executor`, a started one in front of the same engines, of every pause and all weights from now on."""
@@ -171,7 +173,7 @@ class Run:
         On GPUs that engines share with the trainer, engines leave them first, and come back with the next publication.
         """
         with self.job.record.phase("train"):
-            await self.job.turns.trainers_turn(self.engines, self.trainer)
+            await self.job.turns.trainers_turn(self._halves)
             yield self.trainer
 
     async def train(self, step: int, batch: RolloutBatch) -> dict[str, float]:
@@ -203,7 +205,7 @@ class Run:
     async def publish(self, step: int) -> None:
         """Brings the engines to the weights after `step`. Raises WeightUpdateError where no engine gets them."""
         with self.job.record.phase("publish"):
-            self._publication = await self.job.turns.publish(self.engines, self.trainer, step)
+            self._publication = await self.job.turns.publish(self._halves, step)
         self._published = step + 1
 
     def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -234,7 +236,7 @@ class Run:
             return
         started = anyio.current_time()
         with job.record.phase("export"):
-            await job.turns.trainers_turn(self.engines, self.trainer)
+            await job.turns.trainers_turn(self._halves)
             await self.trainer.export_hf(directory)
         seconds = anyio.current_time() - started
         job.events.emit(CheckpointWritten(step=self._trained, path=str(directory), seconds=seconds))
@@ -262,7 +264,7 @@ class Run:
 
     async def _publish_trained(self) -> None:
         """Publishes what the trainer holds."""
-        await self.job.turns.publish(self.engines, self.trainer, self._trained - 1)
+        await self.job.turns.publish(self._halves, self._trained - 1)
         self._published = self._trained
 
 

@@ -1,7 +1,7 @@
-"""What a loop tells about itself: phases, steps, evaluations, and the summary at the end.
+"""The account of a run: its phases, steps and evaluations, and the summary at the end.
 
-One place feeds all who listen: the live display, metrics.jsonl, events.jsonl and summary.json. A loop calls
-`phase`, `step` and `evaluated`, and never formats a number.
+The recorder feeds the live display, metrics.jsonl, events.jsonl and summary.json. The stages of a run call `phase`,
+`step` and `evaluated`, and never format a number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch stays out of the driver until the engines are on thei
 
 
 _SERVING = frozenset({EngineState.SERVING, EngineState.UPDATING, EngineState.OFFLOADED})
-"""States of an engine that takes its part; it is STOPPED only where that was asked for."""
+"""States of an engine that does its work. An engine is STOPPED only where somebody asked for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Recorder:
         events.listen(self._watch_engines)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time of the body as `name` (startup, generate, train, publish, eval)."""
+        """Counts the time of the body as phase `name`; `StepTimer` names those in use."""
         return self._timer.phase(name)
 
     def start(self, total_steps: int | None, first_step: int = 0) -> None:
-        """The steps begin; all time so far was start-up."""
+        """Begins the steps `first_step` to `total_steps`; the time before this call was start-up."""
         self._steps = first_step
         self._display.start(total_steps)
         time = self._timer.finish_step()
@@ -75,11 +75,11 @@ class Recorder:
         interpreter.settle()
 
     def note(self, text: str) -> None:
-        """One line worth keeping on the screen."""
+        """Shows one line that stays on the screen."""
         self._display.note(text)
 
     def evaluated(self, step: int, accuracy: float | None, metrics: Mapping[str, float], skipped: str | None) -> None:
-        """An evaluation ended; `accuracy` is None where it was skipped, with the reason."""
+        """Adds a point of held-out accuracy after `step` steps; None where it was skipped, for reason `skipped`."""
         if accuracy is None:
             self._display.note(f"evaluation after step {step} skipped: {skipped}")
             return
@@ -88,7 +88,7 @@ class Recorder:
         self._display.note(f"held-out accuracy after step {step}: {accuracy:.3f}")
 
     def exported(self, directory: Path) -> None:
-        """The final policy is on disk."""
+        """Says that the final policy is in `directory`."""
         self._export = directory
         self._display.note(f"exported the policy to {directory}")
 
@@ -104,7 +104,7 @@ class Recorder:
         training: Mapping[str, float],
         publication: PublicationReport | None,
     ) -> None:
-        """Step number `step` (from 1) is generated, trained and, unless `publication` is None, published."""
+        """Ends step number `step` (from 1), whose batch is trained; None: its weights were not published."""
         time = self._timer.finish_step()
         metrics = {**rollout.as_dict(), **training, **({} if publication is None else publication.metrics())}
         self._steps = step
@@ -144,7 +144,7 @@ class Recorder:
             )
 
     def summary(self, outcome: str, model: Path) -> RunSummary:
-        """The run as it stands."""
+        """The run up to now; `outcome` says how it ended."""
         totals = self._timer.totals()
         first, last = (self._evaluations[0], self._evaluations[-1]) if self._evaluations else (None, None)
         return RunSummary(
@@ -161,7 +161,7 @@ class Recorder:
         )
 
     def _facts(self) -> dict[str, str | int | float | None]:
-        """What was measured, and what went wrong; nothing that was not."""
+        """What was measured, and what went wrong. What did not happen has no line."""
         facts: dict[str, str | int | float | None] = {}
         if self._trained_tokens is not None:
             facts["tokens trained"] = int(self._trained_tokens)
@@ -170,7 +170,7 @@ class Recorder:
         return facts | self._lost.facts()
 
     def _watch_engines(self, event: Mapping[str, Any]) -> None:
-        """Tells the display how many engines serve; before the first step none does, and that is no news."""
+        """Tells the display how many engines serve, from the first step on."""
         if event["kind"] != "engine_state" or event.get("model", ACTOR) != ACTOR:
             return
         self._engines[event["engine"]] = event["state"]
@@ -180,17 +180,17 @@ class Recorder:
 
 
 class _Lost:
-    """Samples and groups of a run that taught nothing."""
+    """Counts the samples and groups of a run from which nothing was learned."""
 
     def __init__(self) -> None:
         self.silent_steps = 0
         """Steps in which no group had a signal."""
         self._samples = self._failed = self._groups = self._silent = self._dropped = 0
         self._failures: Counter[str] = Counter()
-        """Failed samples by the failure that most of their step had in common."""
+        """Failed samples by the most common failure of their step."""
 
     def add(self, rollout: RolloutMetrics, silent: int | None) -> None:
-        """Counts a step; `silent` of its groups have no signal, None where that does not matter."""
+        """Counts a step; `silent` of its groups have no signal. None where the loss needs none."""
         self._samples += rollout.samples + rollout.failed_samples
         self._failed += rollout.failed_samples
         self._dropped += rollout.dropped_groups
@@ -215,9 +215,9 @@ class _Lost:
 
 
 def conclude(recorder: Recorder, outcome: str, *, run_dir: Path, model: Path) -> None:
-    """Writes and prints the summary, then draws the reward curve; after the event loop, since that takes a second.
+    """Writes and prints the summary, then draws the reward curve. Call it after the event loop: it takes a second.
 
-    In this order, so that an end that is cut short has said how the run went.
+    The summary comes first, so that a process which is ended meanwhile has said how the run went.
     """
     summary = recorder.summary(outcome, model)
     print_summary(summary, sys.stdout, (write_summary(summary, run_dir),))

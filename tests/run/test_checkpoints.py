@@ -15,6 +15,7 @@ from asyncrl.observability.events import EventLog, read_events
 from asyncrl.rollout.group_events import GroupDropped, GroupFiltered, GroupsTrained
 from asyncrl.rollout.scheduling.ledger import Reached
 from asyncrl.run.checkpoints import Checkpoints
+from asyncrl.run.turns import Halves
 from asyncrl.training.checkpoints.saver import Written
 from tests.run.jobs import Engines, Executor, Trainer, a_job, started
 
@@ -28,7 +29,7 @@ SAVE = ["executor.save", "trainer.save_checkpoint 6 {} wait"]
 def checkpoints(job: Any, calls: list[str], trainer: Any, *, engines: Any = None, executor: Any = None) -> Checkpoints:
     executor = executor or Executor(calls)
     job.pauses.add(executor)
-    return Checkpoints(job, engines or Engines(calls), executor, trainer, "trainer")
+    return Checkpoints(job, Halves(engines or Engines(calls), trainer), executor, "trainer")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.errors import EngineError, EnginesLostError
 from asyncrl.run.pauses import Pauses
-from asyncrl.run.turns import Turns, make_turns
+from asyncrl.run.turns import Halves, Turns, make_turns
 from tests.run.jobs import Engines, Executor, Trainer
 
 pytestmark = pytest.mark.anyio
@@ -36,10 +36,10 @@ class Shared:
         self.trainer: Any = Trainer(self.calls, update_weights=self.report)
 
     async def trainers_turn(self) -> None:
-        await self.turns.trainers_turn(self.engines, self.trainer)
+        await self.turns.trainers_turn(Halves(self.engines, self.trainer))
 
     async def publish(self) -> Any:
-        return await self.turns.publish(self.engines, self.trainer, 3)
+        return await self.turns.publish(Halves(self.engines, self.trainer), 3)
 
 
 async def test_the_trainers_turn_on_shared_gpus_is_a_pause_of_the_engines() -> None:
