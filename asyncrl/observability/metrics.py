@@ -98,8 +98,8 @@ class StepTimer:
         step_time = timer.finish_step()
 
     Phases in use: startup, warm-up, eval, generate, wait, train, checkpoint, publish, export, other. A count at the end
-    (`warm-up 40/200`) is shown, not accounted apart. `on_phase` (say, a display's `phase`) hears of each change. Not for
-    concurrent tasks: it times the one that drives the loop.
+    (`warm-up 40/200`) is shown, not accounted apart. `on_phase` (say, a display's `phase`) hears of each change. The
+    timer is not for concurrent tasks: it times the task that drives the loop.
     """
 
     def __init__(

@@ -73,9 +73,12 @@ def test_a_stand_in_has_all_that_a_loop_may_ask_of_it_as_the_real_part_has(stand
 
 async def test_half_a_job_is_built_of_stand_ins(tmp_path: Path) -> None:
     save_batch(make_batch(3), tmp_path, {})
-    job = a_job(debug={"train_only": True, "load_rollouts": str(tmp_path)}, train={"num_steps": None})
-    built = await create_rollout_components(job)
+    async with anyio.create_task_group() as tasks:
+        debug = {"train_only": True, "load_rollouts": str(tmp_path)}
+        job = a_job(tasks, debug=debug, train={"num_steps": None})
+        job.directory.control = tmp_path / "control"
+        built = await create_rollout_components(job)
+        tasks.cancel_scope.cancel()
     assert (type(built.inference_controller), type(built.rollout_executor)) == (NoEngines, SavedRollouts)
     assert built.num_rollout_per_epoch == 4
-    other = a_job(debug={"rollout_only": True})
-    assert type(await create_train_group(other, built)) is NoTrainer
+    assert type(await create_train_group(a_job(debug={"rollout_only": True}), built)) is NoTrainer
