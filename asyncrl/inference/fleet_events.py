@@ -1,4 +1,4 @@
-"""What the inference side writes into the event log."""
+"""The events of the inference side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.observability.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStateChanged(Event):
-    """An engine moved in its life."""
+    """An engine changed its state."""
 
     kind: ClassVar[str] = "engine_state"
     engine: str
@@ -20,13 +20,13 @@ class EngineStateChanged(Event):
     state: str
     version: str | None
     model: str = ACTOR
-    """What the engine serves."""
+    """The model that the engine serves."""
     reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineExited(Event):
-    """An engine's process ended without being asked to."""
+    """An engine's process ended, and no one had asked it to."""
 
     kind: ClassVar[str] = "engine_exited"
     engine: str
@@ -43,7 +43,7 @@ class ProcessRestarting(Event):
     kind: ClassVar[str] = "process_restarting"
     name: str
     restarts: int
-    """Within the window that counts, this one included."""
+    """Restarts within the window that counts, this one included."""
     delay_s: float
     reason: str
 
@@ -71,7 +71,7 @@ class EngineCaughtUp(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStopped(Event):
-    """An engine was taken out of service because it was asked for."""
+    """An engine was taken out of service on request."""
 
     kind: ClassVar[str] = "engine_stopped"
     engine: str
@@ -83,7 +83,7 @@ class EngineStopped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalFleetPinned(Event):
-    """The engines that only evaluate hold a checkpoint, each by its own word."""
+    """The engines that only evaluate hold a checkpoint; each of them has said so."""
 
     kind: ClassVar[str] = "eval_fleet_pinned"
     version: str
@@ -99,12 +99,12 @@ class RouterRestarted(Event):
     router: str
     engines: int
     seconds: float
-    """From the end of the old one."""
+    """From the end of the old router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetReady(Event):
-    """Router and engines of a model answered; engines of the trained one wait for weights."""
+    """Router and engines of a model have answered; engines of the trained model wait for weights."""
 
     kind: ClassVar[str] = "fleet_ready"
     model: str = ACTOR
@@ -113,7 +113,7 @@ class FleetReady(Event):
     """From start to the last engine's first generation."""
     router_url: str
     metrics_url: str
-    """Where Prometheus reads the router's numbers."""
+    """Url of the router's figures for Prometheus."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class WeightUpdateCommitted(Event):
     version: str
     engines: tuple[str, ...]
     paused_s: float
-    """How long engines did not generate: from the first pause to the last resumption."""
+    """Seconds without generation: from the first pause to the last resumption."""
     verified: bool
 
 

@@ -1,4 +1,4 @@
-"""How the end of a process is told: who, how, when, and the end of its log."""
+"""The message about a process that ended: its name, how and when it ended, and the end of its log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_exit(name: str, process: ProcessExit, log_path: Path, when: str) ->
 
 
 async def last_lines(host: EngineHost, spec: ProcessSpec) -> str:
-    """`Last lines of …:` and the lines, of a process that lives; raises nothing where the host cannot tell them."""
+    """`Last lines of …:` and the lines, of a process that lives; says so where the host does not know them."""
     try:
         tail = await host.tail(spec.name, TAIL_LINES)
     except EngineError as error:
@@ -33,6 +33,7 @@ async def last_lines(host: EngineHost, spec: ProcessSpec) -> str:
 
 
 def indent(log_tail: str) -> str:
+    """The lines of a log, each set in by four spaces."""
     return "\n".join("    " + line for line in log_tail.rstrip().splitlines()) or "    (empty)"
 
 

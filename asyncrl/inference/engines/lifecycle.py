@@ -6,9 +6,9 @@
     SERVING --> DRAINING --> STOPPED        any but STOPPED --> QUARANTINED | DEAD --> STARTING
 
 Invariants
-- An engine becomes SERVING only out of UPDATING (a commit: it holds the published version) or OFFLOADED (it held it
-  before). So no engine serves before it has weights of this run.
-- An engine whose weights never change has none to wait for: it serves once it has started, and is never updated.
+- An engine becomes SERVING only out of UPDATING (a commit: it holds the published version) or OFFLOADED (it held that
+  version before). So no engine serves before it has weights of this run.
+- A frozen engine, whose weights never change, serves once it has started, and is never updated.
 - The router may know an engine only in a state of `ROUTABLE`.
 """
 
@@ -37,7 +37,7 @@ FROZEN_TRANSITIONS: Mapping[EngineState, frozenset[EngineState]] = {
     _S.SERVING: frozenset({_S.DRAINING, _S.QUARANTINED, _S.DEAD, _S.STOPPED}),
     **{state: TRANSITIONS[state] for state in (_S.DRAINING, _S.QUARANTINED, _S.DEAD, _S.STOPPED)},
 }
-"""Of engines whose weights never change."""
+"""The transitions of engines whose weights never change."""
 
 LIVE = frozenset({_S.STARTING, _S.PENDING_WEIGHTS, _S.SERVING, _S.UPDATING, _S.OFFLOADED, _S.DRAINING})
 """States in which a process is expected to run."""
@@ -50,11 +50,14 @@ ROUTABLE = frozenset({_S.SERVING, _S.UPDATING, _S.OFFLOADED})
 
 
 class IllegalTransition(RuntimeError):
-    """A defect of the controller: it tried to move an engine where its life does not lead."""
+    """A defect of the controller: it tried to move an engine to a state that does not follow."""
 
 
 def transition(engine_id: str, current: EngineState, to: EngineState, *, frozen: bool = False) -> EngineState:
-    """`to`, if an engine in state `current` may go there; `frozen`: its weights never change."""
+    """Returns `to` if an engine in state `current` may go there, else raises IllegalTransition.
+
+    `frozen`: the engine's weights never change.
+    """
     if to not in (FROZEN_TRANSITIONS if frozen else TRANSITIONS).get(current, ()):
         raise IllegalTransition(f"{engine_id} cannot go from {current} to {to}")
     return to

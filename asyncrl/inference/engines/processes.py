@@ -1,7 +1,8 @@
-"""The processes of one engine, as far as the host does not tell of them.
+"""The processes of one engine that the host does not know.
 
-SGLang's server is several processes. When its scheduler is killed, the one that the host waits for goes on answering
-/ping, and holds its requests, for 6 to 8 s more (measured). So the ends of the others are watched here.
+SGLang's server is several processes, and the host waits for the first one. When the scheduler is killed, the first one
+goes on answering /ping, and holds its requests, for 6 to 8 s more (measured). So the ends of the others are watched
+here.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import anyio
 import psutil
 
 _TITLE = "sglang::"
-"""What SGLang's schedulers and detokenizers call themselves."""
+"""The titles of SGLang's schedulers and detokenizers begin with it."""
 
 
 def working_processes(pid: int) -> dict[int, str]:
-    """pid → title of the processes without which the engine under `pid` cannot work, those that live now."""
+    """pid → title of the living processes under `pid` without which the engine cannot work."""
     found = {}
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
@@ -29,7 +30,7 @@ def working_processes(pid: int) -> dict[int, str]:
 
 
 async def first_end(processes: dict[int, str]) -> str:
-    """Waits until one of `processes` ends and returns its title and pid; for ever where there is none."""
+    """Waits until one of `processes` ends and returns its title and pid; waits for ever if there is none."""
     ended: list[str] = []
 
     async def watch(pid: int, title: str, scope: anyio.CancelScope) -> None:

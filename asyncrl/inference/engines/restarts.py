@@ -1,7 +1,7 @@
 """When a process that ended is started again: a pure policy, time is passed in.
 
-The first restart within the window comes at once, since most deaths are single events; the pause then doubles with
-each. A process that ends too often is given up: what kills it will not change by itself.
+The first restart within the window comes at once, since most deaths are single events; each further pause is twice as
+long. A process that ends too often is given up: the cause of its death will not change by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RestartHistory:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Decides after each end."""
+    """Decides after each end of a process."""
 
     limit: int
     """Restarts within `window_s`; the next end is final."""

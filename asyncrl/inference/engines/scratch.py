@@ -1,7 +1,7 @@
-"""What engines leave on disk, and how it goes with them: sockets and temporary files.
+"""A scratch directory of the run for the sockets and temporary files of engines.
 
-An engine that is ended by a signal unlinks nothing. Its sockets and temporary files therefore go into the run's own
-scratch directory. (What is left in /dev/shm goes with the process tree: host/shared_memory.py.)
+An engine that is ended by a signal unlinks nothing, so these files are removed with their directory. (The host removes
+files of the process tree in /dev/shm: host/shared_memory.py.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SOCKET_NAME = "/tmp12345678"
 
 
 class Scratch:
-    """The directory that engines use for temporary files: inside the run directory where the path is short enough.
+    """The directory for temporary files of engines: inside the run directory where the path is short enough.
 
     Unix sockets are made in it, whose paths have at most 107 characters.
     """
@@ -27,9 +27,10 @@ class Scratch:
         self.path = inside if fits else Path(tempfile.gettempdir()) / f"asyncrl-{secrets.token_hex(4)}"
 
     def create(self) -> None:
-        """Makes it anew: what a killed attempt left there is gone."""
+        """Makes the directory anew; files of an attempt that was killed are removed."""
         self.remove()
         self.path.mkdir(mode=0o700, parents=True)
 
     def remove(self) -> None:
+        """Removes the directory with all files in it; does nothing where there is none."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The router in front of the engines, as the controller sees it: one process and three calls.
+"""The control calls to the router in front of the engines.
 
 Invariants
-- `add` returns when the router sends requests to the engine, `remove` when it sends it no more.
-- `probe` is a real generation through the router: being ready means having answered one.
+- `add` returns when the router sends requests to the engine, `remove` when it sends no more.
+- `probe` is a real generation through the router: a router is ready when it has answered one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ POLL_S = 0.05
 WORKER_TIMEOUT_S = 60.0
 """The router looks a worker up before it lists it: 0.2 s measured on a quiet machine."""
 LATE_S = 12.0
-"""How long a router may still come to list a worker (`worker_startup_timeout_secs`, and a little). One that could not
-answer it for that long was given up, without a word; it is told of it again."""
+"""How long the router may take to list a worker (`worker_startup_timeout_secs`, and a little). It silently gives up a
+worker that could not answer it for that long; it is told of the worker again."""
 CALL_TIMEOUT_S = 10.0
 REMOVAL_AGAIN_S = 1.0
-"""A removal is carried out within 0.1 s; one that had no effect after this long is asked for again."""
+"""A removal is carried out within 0.1 s; if it had no effect after this long, it is asked for again."""
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -40,10 +40,11 @@ class Worker(msgspec.Struct, frozen=True):
     url: str
     is_healthy: bool
     status: str | None = None
-    """smg only: `draining` for the 5 s that it still lists a worker which gets no requests any more."""
+    """smg only: `draining` for the 5 s in which it still lists a worker that gets no requests any more."""
 
     @property
     def leaving(self) -> bool:
+        """Whether the router lists it for the last seconds, without sending it requests."""
         return self.status == "draining"
 
 
@@ -52,7 +53,7 @@ class _WorkerList(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Control calls to the router at `url`; `metrics_url` is where Prometheus reads, where that was told."""
+    """Control calls to the router at `url`; `metrics_url` is that of its figures for Prometheus, if known."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, metrics_url: str = "") -> None:
         self.url = url
@@ -60,7 +61,7 @@ class RouterClient:
         self._session = session
 
     async def wait_answering(self, timeout_s: float) -> None:
-        """Returns when the router's control plane answers; it has no workers yet."""
+        """Returns when the router's control plane answers; raises TimeoutError after `timeout_s`."""
         with waiting("first answer", "router", timeout_s):
             while True:
                 try:
@@ -70,13 +71,17 @@ class RouterClient:
                     await anyio.sleep(POLL_S)
 
     async def workers(self) -> tuple[Worker, ...]:
+        """The workers that the router lists; raises EngineError."""
         status, raw = await self._call("GET", "/workers")
         if status != 200:
             raise EngineError(f"router: GET /workers: HTTP {status}: {raw[:300].decode(errors='replace')}")
         return _decode("GET /workers", raw, _WorkerList).workers
 
     async def add(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
-        """Makes the engine at `url` a worker; returns when the router routes to it."""
+        """Makes the engine at `url` a worker; returns when the router routes to it.
+
+        Raises EngineError when the router refuses or does not answer, TimeoutError after `timeout_s`.
+        """
         with waiting("worker registration", "router", timeout_s):
             # smg answers 409 while it lists an earlier worker of this url.
             await self._poll_workers(lambda workers: not any(w.url == url and w.leaving for w in workers))
@@ -92,9 +97,9 @@ class RouterClient:
                     return
 
     async def remove(self, url: str, timeout_s: float = WORKER_TIMEOUT_S) -> None:
-        """Takes the engine at `url` out; requests that run in it go on."""
-        # The router registers in the background: one of two registrations may be carried out after a removal, and lists
-        # the engine anew. So whatever is listed is told again until nothing is.
+        """Takes the engine at `url` out; requests that run in it go on. Raises as `add` does."""
+        # The router registers in the background: one of two registrations may be carried out after a removal, and list
+        # the engine anew. So the removal is repeated until the engine is not listed.
         told: dict[str, float] = {}
         with waiting("worker removal", "router", timeout_s):
             while listed := [w for w in await self.workers() if w.url == url and not w.leaving]:

@@ -1,4 +1,4 @@
-"""The router's process: the arguments and server of sglang-router or smg, without their launchers.
+"""The main module of the router's process: arguments and server of sglang-router or smg, without their launchers.
 
 `python -m sglang_router.launch_router` imports a Python load balancer for debugging, and with it all of sglang and
 torch: 9 s of CPU before the router binds its port. The Rust router itself is there in a fifth of a second.
@@ -24,6 +24,7 @@ def parse(package: str, argv: Sequence[str]) -> Any:
 
 
 def main() -> None:
+    """Runs the router that the command line asks for (`sglang-router --port ...`), until a signal ends it."""
     package, *argv = sys.argv[1:]
     args = parse(package, argv)
     print(f"{package} on http://{args.host}:{args.port}, policy {args.policy}", flush=True)

@@ -2,9 +2,9 @@
 
 Invariants
 - Every call has a deadline and is a registered wait, so a hung engine is named.
-- Whatever goes wrong (refused, no answer, broken connection, a body that does not decode) is an
-  `EngineRequestError` that carries the engine's id, the endpoint and an excerpt of the body.
-- Nothing here decides anything: no retry, no state.
+- Every failure (a refusal, no answer, a broken connection, a body that does not decode) is an `EngineRequestError` that
+  carries the engine's id, the endpoint and an excerpt of the body.
+- The client decides nothing: no retry, no state.
 
 The client talks to the engine itself, never through the router, which does not proxy these endpoints.
 """
@@ -46,14 +46,14 @@ class EngineRequestError(EngineError):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """GET /model_info, the part that the job reads."""
+    """The part of GET /model_info that the job reads."""
 
     model_path: str
     weight_version: str
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """GET /server_info, the part that the job reads."""
+    """The part of GET /server_info that the job reads."""
 
     tp_size: int
     dp_size: int = 1
@@ -69,6 +69,8 @@ class VersionRun(msgspec.Struct, frozen=True):
 
 
 class GenerationMeta(msgspec.Struct, frozen=True):
+    """How an answer of /generate was made."""
+
     weight_version: str
     completion_tokens: int
     finish_reason: dict[str, Any] | None = None
@@ -122,11 +124,11 @@ class EngineApi:
     # generation
 
     async def ping(self, timeout_s: float = 5.0) -> None:
-        """Answered while the HTTP server lives, paused or not; says nothing about the scheduler."""
+        """Is answered while the HTTP server lives, paused or not; says nothing about the scheduler."""
         await self._call("GET", "/ping", None, timeout_s)
 
     async def health_generate(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Answered once the scheduler made any token; it makes one where it has nothing to do. Never while paused.
+        """Is answered once the scheduler made any token; an idle one makes a token for it. Never while paused.
 
         It takes at least a second (the server looks once per second), and the server itself gives up after 20 s.
         """
@@ -168,10 +170,11 @@ class EngineApi:
     # version and identity
 
     async def model_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> ModelInfo:
+        """The version and the directory of the weights that the engine holds."""
         return self._decode("/model_info", await self._call("GET", "/model_info", None, timeout_s), ModelInfo)
 
     async def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> ServerInfo:
-        """What the engine was started as; its scheduler answers."""
+        """The parallel sizes with which the engine was started; its scheduler answers."""
         return self._decode("/server_info", await self._call("GET", "/server_info", None, timeout_s), ServerInfo)
 
     async def set_version(self, version: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -186,6 +189,7 @@ class EngineApi:
         await self._command("/begin_weight_update", {}, timeout_s)
 
     async def end_weight_update(self, timeout_s: float = WEIGHTS_TIMEOUT_S) -> None:
+        """Closes the update session; refused with 400 when none is open."""
         await self._command("/end_weight_update", {}, timeout_s)
 
     async def init_weights_group(
@@ -199,7 +203,7 @@ class EngineApi:
         backend: str,
         timeout_s: float,
     ) -> None:
-        """Joins the broadcast group as ranks `rank_offset + tp_rank`; its scheduler blocks until rank 0 comes."""
+        """Joins the broadcast group as ranks `rank_offset + tp_rank`; the scheduler blocks until rank 0 joins too."""
         body = {
             "master_address": master_address,
             "master_port": master_port,
@@ -211,6 +215,7 @@ class EngineApi:
         await self._command("/init_weights_update_group", body, timeout_s)
 
     async def destroy_weights_group(self, group_name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Leaves the broadcast group."""
         await self._command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
 
     async def update_from_distributed(
@@ -252,7 +257,7 @@ class EngineApi:
     async def update_from_disk(
         self, model_path: str, *, flush_cache: bool = True, timeout_s: float = WEIGHTS_TIMEOUT_S
     ) -> None:
-        """Loads a Hugging Face directory."""
+        """Loads the weights of a Hugging Face directory."""
         body = {"model_path": model_path, "flush_cache": flush_cache}
         await self._command("/update_weights_from_disk", body, timeout_s)
 
@@ -270,9 +275,11 @@ class EngineApi:
     # memory (GPU only: on CPU these end the engine's process)
 
     async def release_memory(self, tags: Sequence[str] | None, timeout_s: float = WEIGHTS_TIMEOUT_S) -> None:
+        """Releases memory of `tags`; None releases all. Pause first."""
         await self._call("POST", "/release_memory_occupation", _tags(tags), timeout_s)
 
     async def resume_memory(self, tags: Sequence[str] | None, timeout_s: float = WEIGHTS_TIMEOUT_S) -> None:
+        """Takes memory of `tags` back; None takes all."""
         await self._call("POST", "/resume_memory_occupation", _tags(tags), timeout_s)
 
     async def _command(self, endpoint: str, body: Mapping[str, Any], timeout_s: float) -> None:

@@ -1,6 +1,6 @@
 """Launch lines: config, model and placement become argv and environment. Pure functions.
 
-The flags and what they are for were measured with sglang 0.5.23, sglang-router 0.3.2 and smg 1.13.0.
+The flags and their effects were measured with sglang 0.5.23, sglang-router 0.3.2 and smg 1.13.0.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def _is_negatable(name: str) -> bool:
 def engine_environment(
     placement: EnginePlacement, *, device: Device, cores: tuple[int, ...], scratch: Path
 ) -> dict[str, str]:
-    """What an engine's environment has on top of the host's.
+    """Variables of an engine's environment on top of the host's.
 
-    `cores` are those that it may use. On CPU `scratch` takes its sockets and temporary files, so that they go with the
-    job; on GPU the temporary directory also holds compile caches, which are worth keeping.
+    The engine may use `cores`. On CPU its sockets and temporary files lie in `scratch`, so that they go with the job.
+    On GPU the temporary directory also holds compile caches, which are worth keeping.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": placement.visible_devices,
-        # With torchrun's value the engine's own rendezvous waits for a store that nobody serves.
+        # With torchrun's value the engine's own rendezvous waits for a store that no process serves.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         # /health as a generation never answers while the engine is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -101,7 +101,7 @@ def engine_environment(
             "TMPDIR": str(scratch),
             # More threads per engine cost throughput on small models, and two engines then collapse (17 x).
             "OMP_NUM_THREADS": "1",
-            # A crash must end the process at once: there is no GPU to dump, and nobody to look at stacks.
+            # A crash must end the process at once: there is no GPU to dump, and the stacks are not read.
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
@@ -146,10 +146,10 @@ def router_argv(config: RouterConfig, *, host: str, port: int, prometheus_port: 
         "disable_circuit_breaker": config.breaker_failures is None,
         "cb_failure_threshold": config.breaker_failures,
         "cb_success_threshold": 1,
-        # The client's deadline (rollout.request_timeout_s) ends a request, and the router passes that on.
+        # The client's deadline (rollout.request_timeout_s) ends a request, and the router passes the end on.
         "request_timeout_secs": _DAY_S,
-        # An engine is added only when it answers. Were it looked for longer, one that ended meanwhile would be found as
-        # it comes back on its port, without weights.
+        # An engine is added only when it answers. If the router looked longer, it would find an engine that ended
+        # meanwhile when that comes back on its port, without weights.
         "worker_startup_timeout_secs": 10,
         "worker_startup_check_interval": 1,
         "shutdown_grace_period_secs": 1,
@@ -159,7 +159,7 @@ def router_argv(config: RouterConfig, *, host: str, port: int, prometheus_port: 
         arguments |= {
             # Engines get token ids; a tokenizer would only be looked for.
             "disable_tokenizer_autoload": True,
-            # A paused engine makes no token either, and a full queue is what a batch looks like.
+            # A paused engine makes no token either, and a batch is a full queue.
             "worker_wedge_secs": _DAY_S,
             "disable_worker_overload_protection": True,
             # Ask engines for their load only where the policy needs it.

@@ -20,7 +20,9 @@ class AnyCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sgla
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
+        """PyTorch's own attention, which every CPU has."""
         return "torch_native"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
+        """False: memory is pinned for transfers to a GPU."""
         return False

@@ -1,10 +1,11 @@
-"""How long an engine may take for each step of a weight update: what a healthy one takes, with a margin.
+"""How long an engine may take for each step of a weight update: the time of a healthy engine, with a margin.
 
 Invariants
-- While a step runs, every engine of the update stands still. One that hangs shows in a single step and is out from then
-  on, so it holds the others up for the bound of that step: never longer than `begin_s` or `commit_s`, and the moment
-  that the kernel takes to end it. (The transfer between them is bounded bucket by bucket, `weights.timeout_s`.)
-- What walks all weights is bounded by their size, everything else by a constant.
+- While a step runs, every engine of the update stands still. An engine that hangs fails a single step and takes part in
+  no further one. So it holds the others up for the bound of that step, never longer than `begin_s` or `commit_s`, and
+  for the moment that the kernel takes to end it. (The transfer between begin and commit is bounded bucket by bucket,
+  `weights.timeout_s`.)
+- A step that walks all weights is bounded by their size, every other step by a constant.
 """
 
 from __future__ import annotations
@@ -13,46 +14,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAUSE_S = 30.0
-"""The engine ends the forward pass under way first: 12 ms measured, and a long prefill on few cores takes seconds."""
+"""For a pause. The engine ends its forward pass first: 12 ms measured; a long prefill on few cores takes seconds."""
 STEP_S = 10.0
-"""Stamp, open, continue, abort: of an engine that computes nothing meanwhile; 4 to 30 ms measured."""
+"""For stamp, open, continue, abort, while the engine computes nothing; 4 to 30 ms measured."""
 WALK_S_PER_GB = 10.0
-"""Reset, checksum, end of a session: about 1 s per GB on one core measured, and engines may share it."""
+"""For reset, checksum, end of a session: about 1 s per GB on one core measured, and engines may share a core."""
 TAKE_BACK_S = 3.0
-"""For an engine that is to give up an update, beside what its weights take; one that takes longer is killed."""
+"""For an engine to give up an update, beside the time for its weights; one that takes longer is killed."""
 MOVE_S = 60.0
-"""Release or return of memory, beside what weights take that go to host memory; never measured on a GPU."""
+"""For release or return of memory, beside the time for weights that go to host memory; never measured on a GPU."""
 SETTLE_S = 180.0
-"""Beside the steps of a commit: two tries to register an engine with a router that stands still, and engines that are
-killed. Nobody stands still for it any more."""
+"""Beside the steps of a commit: two tries to register an engine with a router that hangs, and engines that are killed.
+The engines generate meanwhile."""
 LOAD_S = 300.0
 LOAD_S_PER_GB = 20.0
-"""Of a slow network disk. Nobody stands still for it."""
+"""From a slow network disk. The other engines generate meanwhile."""
 UNKNOWN_BYTES = 16 << 30
-"""Where the model's directory holds no weights (an engine that makes them up)."""
+"""Assumed where the model's directory holds no weights (the engine makes them up)."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """In seconds, for engines that serve weights of `size_bytes`, an equal share in each of their `ranks`."""
+    """Deadlines in seconds for engines that hold weights of `size_bytes`, an equal share in each of their `ranks`."""
 
     size_bytes: int = 0
     ranks: int = 1
 
     @classmethod
     def of_model(cls, directory: Path, ranks: int = 1) -> Deadlines:
-        """By the files of a model. Blocks for as long as the directory takes to be read."""
+        """Deadlines for the model in `directory`, by the size of its files. Blocks while the directory is read."""
         files = [file for pattern in _WEIGHT_FILES for file in directory.glob(pattern) if file.is_file()]
         return cls(sum(file.stat().st_size for file in files) if files else UNKNOWN_BYTES, ranks)
 
     @property
     def pause_s(self) -> float:
+        """For a pause of generation."""
         return PAUSE_S
 
     @property
     def step_s(self) -> float:
+        """For a step that walks no weights."""
         return STEP_S
 
     @property
@@ -62,7 +65,7 @@ class Deadlines:
 
     @property
     def take_back_s(self) -> float:
-        """For all that makes an engine go on after an update that failed."""
+        """For all steps that let an engine go on after an update that failed."""
         return TAKE_BACK_S + self._share_s
 
     @property
@@ -72,11 +75,11 @@ class Deadlines:
 
     @property
     def load_s(self) -> float:
-        """For a load from disk, and for what else walks all weights of an engine that nobody waits for."""
+        """For a load from disk, and for other walks over all weights of an engine that holds up no other."""
         return LOAD_S + LOAD_S_PER_GB * self.size_bytes / 1e9
 
     def begin_s(self, *, baseline: bool) -> float:
-        """From the first pause to the lease; `baseline`: random numbers are put and summed first."""
+        """From the first pause to the lease; with `baseline`, random numbers are written and summed first."""
         return self.pause_s + 2 * self.step_s + (2 * self.walk_s if baseline else 0.0)
 
     def commit_s(self, *, verify: bool) -> float:
@@ -84,7 +87,7 @@ class Deadlines:
         return self.walk_s + (self.walk_s if verify else 0.0) + 2 * self.step_s
 
     def settle_s(self, *, verify: bool) -> float:
-        """From the end of the transfer until the fleet has the engines back, whatever becomes of the update."""
+        """From the end of the transfer until the fleet has the engines back, however the update ends."""
         return self.commit_s(verify=verify) + self.take_back_s + SETTLE_S
 
     @property

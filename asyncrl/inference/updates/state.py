@@ -1,11 +1,11 @@
-"""Where the publications to one fleet stand: what was published, which update is open, and who waits for its end.
+"""The state of the publications to one fleet: the published weights, the open update, the tasks that wait for its end.
 
-Weight updates change it; engines that catch up and memory that moves on shared GPUs act by it.
+`WeightUpdates` changes it; `CatchUp` and `Memory` act by it.
 
 Invariants
-- A task that holds `lock` knows that no update begins, commits or is given up meanwhile.
-- `beginning` is counted before anything else of an update happens, so that no engine starts to load what is about to be
-  old; each `begin` leads to a lease, or to an end.
+- While a task holds `lock`, no update begins, commits or is given up.
+- An update is counted as `beginning` before its first await, so that no engine starts to load weights that are about to
+  be old. It leads to a lease, or to an end.
 """
 
 from __future__ import annotations

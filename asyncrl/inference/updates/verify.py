@@ -30,9 +30,9 @@ def unreceived(before: Checksums, after: Checksums) -> tuple[str, ...]:
 def disagreement(checksums: Mapping[str, Checksums]) -> dict[str, tuple[str, ...]]:
     """Engines that differ from what most of them hold → the tensors in which they do.
 
-    Where no values are held by more engines than any others, nobody knows which are right: all of them are accused,
-    each of the tensors in which it differs from another. Only engines with as many ranks hold the same shards, and are
-    compared.
+    If no values are held by more engines than any others, it cannot be known which are right. All engines are accused
+    then, each of the tensors in which it differs from another. Only engines with the same number of ranks hold the same
+    shards, and are compared.
     """
     found: dict[str, tuple[str, ...]] = {}
     for ranks in {len(sums) for sums in checksums.values()}:
