@@ -25,7 +25,7 @@ from asyncrl.data.staleness import Bound, step_of
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.weights.publication import PublicationReport
-from tests.inference.conftest import StartFleet, start_fleet
+from tests.inference.conftest import StartFleet, eventually, start_fleet
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.loops import load_loop
 from tests.rollout.conftest import StartExecutor, anyio_backend, prompts, start_executor, tokenizer
@@ -71,6 +71,11 @@ class Trainer:
         return {}
 
     async def update_weights(self, rollout_id: int | None = None) -> PublicationReport:
+        """Waits until a request is half done, if one is in flight: on a busy machine all could just begin or end."""
+        generations = [engine.generation for engine in self.rig.fleet.engines]
+        await eventually(
+            lambda: any(g.half_done for g in generations) or not self.executor.statistics().client.in_flight
+        )
         return await self.rig.publish(f"{self.attempt}.{self.step}")
 
     async def save_checkpoint(self, rollout_id: int, extra: Mapping[str, bytes], *, wait: bool) -> None:

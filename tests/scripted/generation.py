@@ -71,6 +71,8 @@ class _Request:
     aborted: bool = False
     abort_sent: bool = False
     running: bool = False
+    since: float = 0.0
+    """Start of the segment that it generates now, by the clock of the event loop."""
     on_its_way: tuple[str, int] | None = None
     """Version and digest of the weights of a token that is on its way."""
     tokens: list[int] = field(default_factory=list)
@@ -116,6 +118,16 @@ class Generation:
     @property
     def waiting(self) -> int:
         return len(self._known) - self.running
+
+    @property
+    def half_done(self) -> int:
+        """Running requests that have a token by now, and lack one."""
+        now, found = anyio.current_time(), 0
+        for request in self._live.values():
+            if request.running and request.kv is not None and request.token_s:
+                made = len(request.tokens) + int((now - request.since - request.debt_s) / request.token_s)
+                found += 0 < made < request.limit - 1
+        return found
 
     def stamp(self, version: str) -> None:
         self.version = version
@@ -238,12 +250,12 @@ class Generation:
         if request.on_its_way is not None:
             (maker, digest), request.on_its_way = request.on_its_way, None
             self._emit(request, min(1, request.limit - len(request.tokens)), self.version, digest, maker)
-        version, digest, began = self.version, self._digest(), anyio.current_time()
+        version, digest, request.since = self.version, self._digest(), anyio.current_time()
         left = request.limit - len(request.tokens)
         due_s = request.debt_s + left * request.token_s
         with anyio.move_on_after(min(due_s, _DISCONNECT_POLL_S)):
             await request.wake.wait()
-        elapsed = anyio.current_time() - began
+        elapsed = anyio.current_time() - request.since
         if elapsed >= due_s:
             count = left
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import anyio
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.observability.waits import WAITS
 from asyncrl.observability.watchdog import OverdueWaits
+from asyncrl.rollout.requests import engine_clock
 from asyncrl.rollout.requests.engine_clock import EngineClock, PauseClock
 
 STEPS = st.lists(st.tuples(st.floats(0, 1e4), st.sampled_from(["pause", "resume", "look"])), max_size=30)
@@ -61,52 +63,74 @@ def test_a_pause_within_a_pause_is_the_same_pause(now: float, more: list[float])
     assert after.resume(now + 300) == after
 
 
+@dataclass
+class Time:
+    """The time as clocks and waits see it; it passes when a test says so."""
+
+    now: float
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time_that_is_told(monkeypatch: pytest.MonkeyPatch) -> Time:
+    told = Time(time.monotonic())
+    monkeypatch.setattr(engine_clock, "time", told)
+    return told
+
+
 async def test_a_pause_that_is_longer_than_the_deadline_ends_no_wait() -> None:
     clock, answered = EngineClock(), anyio.Event()
 
     async def ask() -> None:
         with clock.waiting("response", "r", 0.2):
+            clock.pause()
             await answered.wait()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
         clock.pause()
-        clock.pause()
+        paused_at = time.monotonic()
         await anyio.sleep(0.4)  # the pause that is meant
         assert [(wait.what, wait.subject) for wait in WAITS.snapshot()] == [
             ("response", "r"),
             ("end of the pause", "engines"),
         ]
+        paused_s = time.monotonic() - paused_at
         clock.resume()
         answered.set()
-    assert clock.pauses == 1 and clock.stood_still_s >= 0.4
+    assert clock.pauses == 1 and clock.stood_still_s >= paused_s
     assert WAITS.snapshot() == ()
 
 
-async def test_in_a_pause_the_pause_is_reported_and_no_wait_that_stands_still_not_even_afterwards() -> None:
-    clock, policy = EngineClock(expected_pause_s=0.4), OverdueWaits(min_age_s=0.0)
+async def test_in_a_pause_the_pause_is_reported_and_no_wait_that_stands_still_not_even_afterwards(
+    time_that_is_told: Time,
+) -> None:
+    clock, policy = EngineClock(expected_pause_s=400.0), OverdueWaits(min_age_s=0.0)
 
     def reported() -> list[str]:
-        return [wait.what for wait in policy.newly_overdue(WAITS.snapshot(), time.monotonic())]
+        return [wait.what for wait in policy.newly_overdue(WAITS.snapshot(), time_that_is_told.now)]
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(clock.sleep, 0.4, "next attempt", "r")
+        tasks.start_soon(clock.sleep, 400.0, "next attempt", "r")
         await anyio.wait_all_tasks_blocked()
         clock.pause()
-        await anyio.sleep(0.5)
+        time_that_is_told.now += 500.0
         assert reported() == ["end of the pause"]
         clock.resume()
         assert reported() == []
-        await anyio.sleep(0.25)
+        time_that_is_told.now += 250.0
         assert reported() == ["next attempt"], "it used up half of its time since"
         clock.pause()
         clock.resume()
         assert reported() == [], "once"
+        tasks.cancel_scope.cancel()
 
 
 async def test_after_a_pause_a_wait_has_what_was_left_of_its_time() -> None:
-    clock, began = EngineClock(), anyio.current_time()
+    clock, began = EngineClock(), time.monotonic()
     async with anyio.create_task_group() as tasks:
 
         async def interrupt() -> None:
@@ -120,7 +144,7 @@ async def test_after_a_pause_a_wait_has_what_was_left_of_its_time() -> None:
             clock.waiting("response", "r", 0.1),
         ):
             await anyio.sleep_forever()
-    assert anyio.current_time() - began >= 0.4
+    assert time.monotonic() - began >= 0.1 + clock.stood_still_s
     assert WAITS.snapshot() == ()
 
 
