@@ -140,10 +140,10 @@ def smollm2(directory: Positional[Path]) -> None:
 def _ask(run: Path, request: Request, timeout_s: float) -> None:
     """Puts a request to the job in `run` and prints the answer."""
     from asyncrl.control.client import ask
-    from asyncrl.control.protocol import Done
+    from asyncrl.control.protocol import CarriedOut
 
     answer = ask(run, request, timeout_s)
-    print(answer.message if isinstance(answer, Done) else health_table(answer))
+    print(answer.message if isinstance(answer, CarriedOut) else health_table(answer))
 
 
 def health_table(health: Health) -> str:

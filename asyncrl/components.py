@@ -49,8 +49,8 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     Raises ConfigError, ModelError, DataError or RewardError for what the user can mend.
     """
     from asyncrl.control.server import serve_control
-    from asyncrl.inference.commands import EngineCommands, refuse_without_engines
     from asyncrl.inference.controller import InferenceController
+    from asyncrl.inference.engine_commands import EngineCommands, refuse_without_engines
 
     if job.config.debug.train_only:
         serve_control(job.task_group, job.directory.control, refuse_without_engines)

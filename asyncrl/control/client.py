@@ -11,12 +11,12 @@ import msgspec
 
 from asyncrl.control.protocol import (
     ANSWER_BYTES,
-    Done,
+    CarriedOut,
     Health,
     Refused,
     Request,
-    decode_answer,
-    encode,
+    line_of,
+    read_answer,
     short_path,
 )
 from asyncrl.errors import ControlError
@@ -25,7 +25,7 @@ from asyncrl.run_directory import control_socket, running_job
 CONNECT_TIMEOUT_S = 5.0
 
 
-def ask(run: Path, request: Request, timeout_s: float) -> Health | Done:
+def ask(run: Path, request: Request, timeout_s: float) -> Health | CarriedOut:
     """The answer of the job that runs in directory `run`, waited for at most `timeout_s`.
 
     Raises RunDirectoryError when no job runs there, ControlError when it cannot be reached, does not answer or refuses.
@@ -38,7 +38,7 @@ def ask(run: Path, request: Request, timeout_s: float) -> Health | Done:
             with short_path(control_socket(run)) as name:
                 connection.connect(name)
             with suppress(BrokenPipeError):  # a job that is too busy answers before it has read the request
-                connection.sendall(encode(request))
+                connection.sendall(line_of(request))
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise ControlError(f"{job} takes no commands now: it is starting or about to end; try again") from error
         except PermissionError as error:
@@ -49,7 +49,7 @@ def ask(run: Path, request: Request, timeout_s: float) -> Health | Done:
     if not line:
         raise ControlError(f"{job} ended before it answered; `asyncrl report {run}` says how")
     try:
-        answer = decode_answer(line)
+        answer = read_answer(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ControlError(f"{job} gave an answer that this asyncrl does not know; is it another version?") from error
     if isinstance(answer, Refused):

@@ -76,7 +76,7 @@ class Health(msgspec.Struct, frozen=True, tag=True):
     probes_paused: bool
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class CarriedOut(msgspec.Struct, frozen=True, tag=True):
     """The answer to a request that was carried out."""
 
     message: str
@@ -88,20 +88,20 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Health | Done | Refused
+Answer = Health | CarriedOut | Refused
 
 
-def encode(message: Request | Answer) -> bytes:
-    """One line."""
+def line_of(message: Request | Answer) -> bytes:
+    """The message as one line of JSON."""
     return msgspec.json.encode(message) + b"\n"
 
 
-def decode_request(line: bytes) -> Request:
+def read_request(line: bytes) -> Request:
     """Raises msgspec.DecodeError or UnicodeDecodeError for a line that is no request."""
     return msgspec.json.decode(line, type=Request)
 
 
-def decode_answer(line: bytes) -> Answer:
+def read_answer(line: bytes) -> Answer:
     """Raises msgspec.DecodeError or UnicodeDecodeError for a line that is no answer."""
     return msgspec.json.decode(line, type=Answer)
 

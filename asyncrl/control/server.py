@@ -23,7 +23,7 @@ import structlog
 from anyio.abc import SocketListener, SocketStream, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from asyncrl.control.protocol import REQUEST_BYTES, Answer, Refused, Request, decode_request, encode, short_path
+from asyncrl.control.protocol import REQUEST_BYTES, Answer, Refused, Request, line_of, read_request, short_path
 from asyncrl.errors import AsyncRLError
 from asyncrl.observability.waits import waiting
 
@@ -99,7 +99,7 @@ class _Server:
                 answer = await self._answer(stream)
                 # A client that has left, or does not read, gets no answer.
                 with suppress(anyio.BrokenResourceError), anyio.move_on_after(TAKE_TIMEOUT_S):
-                    await stream.send(encode(answer))
+                    await stream.send(line_of(answer))
         finally:
             self._clients -= 1
 
@@ -109,7 +109,7 @@ class _Server:
         try:
             with waiting("request", "a client of the control socket", REQUEST_TIMEOUT_S):
                 line = await BufferedByteReceiveStream(stream).receive_until(b"\n", REQUEST_BYTES)
-            request = decode_request(line)
+            request = read_request(line)
         except (anyio.DelimiterNotFound, anyio.IncompleteRead, anyio.BrokenResourceError) as error:
             return Refused(f"not a request of at most {REQUEST_BYTES} bytes and one line: {type(error).__name__}")
         except (TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:

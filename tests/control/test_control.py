@@ -21,13 +21,13 @@ from asyncrl.control.protocol import (
     ANSWER_BYTES,
     REQUEST_BYTES,
     Answer,
-    Done,
+    CarriedOut,
     Request,
     ShowHealth,
     StartCell,
     StopCell,
-    decode_answer,
-    encode,
+    line_of,
+    read_answer,
     short_path,
 )
 from asyncrl.control.server import MAX_CLIENTS, serve_control
@@ -43,7 +43,7 @@ Handler = Callable[[Request], Any]
 
 
 async def echo(request: Request) -> Answer:
-    return Done(repr(request))
+    return CarriedOut(repr(request))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def serving(run: RunDirectory, handler: Handler = echo) -> AsyncIterator[N
 
 async def asked(run: RunDirectory, request: Request, timeout_s: float = PATIENT_S) -> str:
     answer = await anyio.to_thread.run_sync(ask, run.path, request, timeout_s)
-    assert isinstance(answer, Done)
+    assert isinstance(answer, CarriedOut)
     return answer.message
 
 
@@ -82,7 +82,7 @@ async def raw(run: RunDirectory, data: bytes) -> Answer:
             received = b""
             while not received.endswith(b"\n"):
                 received += await stream.receive()
-            return decode_answer(received)
+            return read_answer(received)
     raise AssertionError("no answer")
 
 
@@ -184,12 +184,12 @@ async def test_a_client_that_takes_no_answer_is_let_go(run: RunDirectory, monkey
 
     async def at_length(request: Request) -> Answer:
         answered.set()
-        return Done("x" * (1 << 22))
+        return CarriedOut("x" * (1 << 22))
 
     async with anyio.create_task_group() as job:
         serve_control(job, run.control, at_length)
         async with await anyio.connect_unix(run.control) as deaf:
-            await deaf.send(encode(ShowHealth()))
+            await deaf.send(line_of(ShowHealth()))
             await answered.wait()
             with anyio.fail_after(PATIENT_S), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
                 while True:
@@ -206,11 +206,11 @@ async def test_requests_are_carried_out_side_by_side_and_to_their_end_when_the_c
             begun.set()
             await goes_on.wait()
             done.set()
-        return Done("done")
+        return CarriedOut("done")
 
     async with serving(run, slowly):
         async with await anyio.connect_unix(run.control) as leaves:
-            await leaves.send(encode(StopCell("engine-0")))
+            await leaves.send(line_of(StopCell("engine-0")))
             await begun.wait()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(asked, run, StopCell("engine-1"))
@@ -232,7 +232,7 @@ async def test_there_is_a_largest_number_of_clients(run: RunDirectory) -> None:
 
     async with serving(run, never), anyio.create_task_group() as tasks:
         for _ in range(MAX_CLIENTS):
-            tasks.start_soon(raw, run, encode(ShowHealth()))
+            tasks.start_soon(raw, run, line_of(ShowHealth()))
         await eventually(lambda: waiting == MAX_CLIENTS)
         with pytest.raises(ControlError, match=f"{MAX_CLIENTS} commands are being carried out"):
             await asked(run, ShowHealth())

@@ -16,10 +16,10 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.config.layout import ExternalEngine
 from asyncrl.control.client import ask
-from asyncrl.control.protocol import Done, Health, SetProbing, ShowHealth, StartCell, StopCell
+from asyncrl.control.protocol import CarriedOut, Health, SetProbing, ShowHealth, StartCell, StopCell
 from asyncrl.control.server import serve_control
 from asyncrl.errors import ControlError
-from asyncrl.inference.commands import EngineCommands, refuse_without_engines
+from asyncrl.inference.engine_commands import EngineCommands, refuse_without_engines
 from asyncrl.run_directory import RunDirectory
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
 from tests.inference.engines.test_capacity import ENDLESS, request_on, slow
@@ -91,7 +91,7 @@ async def test_probes_are_paused_and_resumed(start_fleet: StartFleet, tmp_path: 
         job.fleet.engines[0].calls.clear()
         await anyio.sleep(0.5)
         assert "health_generate" not in job.fleet.engines[0].calls
-        assert await job.ask(SetProbing(paused=False)) == Done("engines are probed again")
+        assert await job.ask(SetProbing(paused=False)) == CarriedOut("engines are probed again")
         await eventually(lambda: "health_generate" in job.fleet.engines[0].calls)
         assert not (await job.ask(ShowHealth())).probes_paused
 
@@ -128,7 +128,7 @@ async def test_without_a_stopped_engine_a_new_one_is_started(start_fleet: StartF
         job.fleet.engines.append(added)
         job.fleet.host.servers["engine-1"] = added
         told = await job.ask(StartCell())
-        assert told == Done("engine-1 is starting; it serves once it has the published weights")
+        assert told == CarriedOut("engine-1 is starting; it serves once it has the published weights")
         assert job.fleet.states() == ["serving", "starting"]
         await eventually(lambda: serves(job.fleet, 1, "0.0"))
 
@@ -203,7 +203,7 @@ async def test_an_external_engine_leaves_and_joins_again(start_fleet: StartFleet
         async with commanded(start_fleet, tmp_path, 1, layout=layout) as job:
             job.fleet.engines.append(stranger)
             await publish(job.fleet, "0.0", None)
-            assert await job.ask(StopCell("external-0")) == Done("external-0 is stopped")
+            assert await job.ask(StopCell("external-0")) == CarriedOut("external-0 is stopped")
             assert job.fleet.states() == ["serving", "stopped"] and stranger.alive
             assert (await job.ask(StartCell())).message.startswith("external-0 is starting")
             await eventually(lambda: job.fleet.states() == ["serving", "pending_weights"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.control.protocol import (
     Answer,
-    Done,
+    CarriedOut,
     EngineRow,
     Health,
     Request,
@@ -32,25 +32,25 @@ class EngineCommands:
                 return await self._start(engine, wait)
             case StopCell(engine, force):
                 await self._controller.stop_cell(engine, force=force)
-                return Done(f"{engine} is stopped")
+                return CarriedOut(f"{engine} is stopped")
             case SetProbing(paused=True):
                 self._controller.health_monitoring_pause()
-                return Done("engines are not probed until they are resumed (asyncrl health resume)")
+                return CarriedOut("engines are not probed until they are resumed (asyncrl health resume)")
             case SetProbing():
                 self._controller.health_monitoring_resume()
-                return Done("engines are probed again")
+                return CarriedOut("engines are probed again")
             case ShowHealth():
                 return health_of(self._controller.fleet(), probes_paused=self._controller.statistics().health_paused)
 
-    async def _start(self, engine: str | None, wait: bool) -> Done:
+    async def _start(self, engine: str | None, wait: bool) -> CarriedOut:
         started = self._controller.start_cell(engine)
         if not wait:
-            return Done(f"{started} is starting; it serves once it has the published weights")
+            return CarriedOut(f"{started} is starting; it serves once it has the published weights")
         await self._controller.recover_updatable_engines()
         states = {status.endpoint.engine_id: status.state for status in self._controller.fleet().engines}
         if states[started] not in ROUTABLE:
             raise EngineError(f"{started} did not come to serve: it is {states[started]}; the job's log says why")
-        return Done(f"{started} serves")
+        return CarriedOut(f"{started} serves")
 
 
 def health_of(view: FleetView, *, probes_paused: bool) -> Health:
