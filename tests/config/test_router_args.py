@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.checks import router_args
-from asyncrl.config.checks.router_args import MODULES, RESERVED, is_installed, router_arguments, router_problems
+from asyncrl.config.checks.router_args import MODULES, RESERVED, router_arguments, router_problems
 from asyncrl.config.sections.inference import RouterConfig
-
-installed = pytest.mark.parametrize(
-    "package",
-    [
-        pytest.param(package, marks=pytest.mark.skipif(not is_installed(package), reason=f"{package} is not installed"))
-        for package in MODULES
-    ],
-)
 
 
 def problem(**settings: Any) -> str | None:
@@ -80,7 +72,7 @@ def test_a_router_that_is_not_installed_is_named_once_with_the_fix(monkeypatch: 
     assert told == ("router.package: smg is not installed; run pip install 'asyncrl[smg]', or set it to sglang-router")
 
 
-@installed
+@pytest.mark.parametrize("package", MODULES)
 def test_the_list_is_that_of_the_routers_own_parser(package: str) -> None:
     parser = argparse.ArgumentParser()
     import_module(f"{MODULES[package]}.router_args").RouterArgs.add_cli_args(parser)
@@ -98,17 +90,7 @@ def test_the_list_is_that_of_the_routers_own_parser(package: str) -> None:
 
 
 def test_every_reserved_name_is_an_argument_of_a_router() -> None:
-    known = {name for package in MODULES if is_installed(package) for name in router_arguments(package)}
-    only_smg = {
-        "routing_key_override",
-        "routing_key_headers",
-        "discovery_provider",
-        "remove_unhealthy_workers",
-        "epd_disaggregation",
-        "encode",
-        "tenant_api_key",
-    }
-    assert set(RESERVED) - known <= only_smg
+    assert set(RESERVED) <= {name for package in MODULES for name in router_arguments(package)}
 
 
 def test_the_list_is_read_without_importing_the_router() -> None:

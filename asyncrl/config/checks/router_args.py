@@ -117,14 +117,9 @@ def router_arguments(package: str) -> Mapping[str, RouterArgument]:
     return arguments
 
 
-def is_installed(package: str) -> bool:
-    """Whether the router of this name can be started."""
-    return find_spec(MODULES[package]) is not None
-
-
 def router_problems(config: RouterConfig) -> list[Problem]:
     """What the router would refuse or could not do."""
-    if not is_installed(config.package):
+    if find_spec(MODULES[config.package]) is None:
         return [Problem("router.package", f"{config.package} is not installed; run {INSTALL[config.package]}")]
     return [*_policy_problems(config), *_argument_problems(config)]
 

@@ -12,7 +12,7 @@ import aiohttp
 import anyio
 import pytest
 
-from asyncrl.config.checks.router_args import MODULES, is_installed
+from asyncrl.config.checks.router_args import MODULES
 from asyncrl.errors import EngineError
 from tests.inference.router_rig import RealRouter, StandIn, eventually, real_router, stand_in
 
@@ -25,14 +25,9 @@ NO_ENGINE = {"sglang-router": 503, "smg": 404}
 """The answer of a router that knows no engine; `rollout` waits both out."""
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(package, marks=pytest.mark.skipif(not is_installed(package), reason=f"{package} is not installed"))
-        for package in MODULES
-    ]
-)
+@pytest.fixture(params=MODULES)
 def start_router(request: pytest.FixtureRequest, tmp_path: Path) -> StartRouter:
-    """Both routers keep the same promises; the second is tried where it is installed."""
+    """Both routers keep the same promises."""
     return partial(real_router, tmp_path, package=request.param)
 
 

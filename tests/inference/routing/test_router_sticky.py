@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from asyncrl.config.checks.router_args import MODULES, is_installed
+from asyncrl.config.checks.router_args import MODULES
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.rollout.group_events import RequestFailed
 from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed
@@ -22,12 +22,7 @@ PROMPT, SAMPLING = msgspec.Raw(b"[1]"), msgspec.Raw(b"{}")
 GROUPS = [f"{index:08d}" for index in range(24)]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(package, marks=pytest.mark.skipif(not is_installed(package), reason=f"{package} is not installed"))
-        for package in MODULES
-    ]
-)
+@pytest.fixture(params=MODULES)
 def package(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
