@@ -37,17 +37,21 @@ class Changes:
     __slots__ = ("_next",)
 
     def __init__(self) -> None:
-        self._next = anyio.Event()
+        self._next: anyio.Event | None = None
+        """Set by the next change; None while no task waits, so that a change which nobody awaits costs nothing."""
 
     def notify(self) -> None:
         """Wakes every task that waits now."""
-        changed, self._next = self._next, anyio.Event()
-        changed.set()
+        if self._next is not None:
+            changed, self._next = self._next, None
+            changed.set()
 
     async def wait(self) -> None:
         """Returns at the next `notify`."""
         # anyio cancels a task in the midst of a wait. One that is woken in every turn would never be found in one.
         await anyio.lowlevel.checkpoint_if_cancelled()
+        if self._next is None:
+            self._next = anyio.Event()
         await self._next.wait()
 
 

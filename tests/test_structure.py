@@ -58,8 +58,6 @@ CIRCLES_YET = [
     ("asyncrl.config.reading.loading", "asyncrl.config.reading.report"),
 ]
 PARAMETERS_YET = {
-    "asyncrl.rollout.metrics.measure_rollout": 12,
-    "asyncrl.rollout.requests.generate_client.GenerateClient.__init__": 11,
     "asyncrl.training.train_group.TrainGroup.__init__": 10,
     "asyncrl.weights.publication.publish": 13,
 }

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from asyncrl.data.sample import Sample
 
-_MAX_FAILED = 0.5  # of the samples; with more, the point says more about the failure than about the policy
+_MAX_FAILED = 0.5  # fraction of the samples; with more, the point says more about the failure than about the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class EvalReport:
 
 
 def skipped_report(rollout_id: int, reason: str, *, num_prompts: int = 0, seconds: float = 0.0) -> EvalReport:
+    """The point of an evaluation without a result."""
     return EvalReport(rollout_id, None, None, num_prompts, 0, 0, None, None, seconds, skipped=reason)
 
 
@@ -49,9 +50,10 @@ def report_samples(
     seconds: float,
     pinned: str | None = None,
 ) -> EvalReport:
-    """The report over `samples`, failed ones included.
+    """The report over `samples`, including failed ones.
 
-    Skipped when more than half of them failed, or when a token was made by other weights than `pinned` (None: any).
+    It is a skipped point when more than half of them failed, or when a token was made by other weights than `pinned`
+    (None: any weights).
     """
     made_by = {span.version for sample in samples for span in sample.versions}
     if pinned is not None and made_by - {pinned}:

@@ -1,7 +1,7 @@
 """Evaluator: samples the held-out prompts and reports one point of the curve.
 
 Invariants
-- Whatever goes wrong is a skipped point with a reason, never the end of the run; each point is told to the event log.
+- An evaluation that fails is a skipped point with a reason, never the end of the run. Each point is an event.
 - The connection to an evaluation fleet is retired once that fleet was replaced and no evaluation uses it any more.
 """
 
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import anyio
+from functools import partial
 
 from asyncrl.config.sections.run import EvalConfig
 from asyncrl.data.fleet import EvalFleetInfo
@@ -20,10 +18,11 @@ from asyncrl.data.sample import Prompt, SampleGroup
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
+from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
 from asyncrl.rollout.group_events import Evaluated
-from asyncrl.rollout.requests.connection import Connection
 from asyncrl.rollout.requests.wire import SamplingParams
+from asyncrl.tasks import run_all
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +37,7 @@ class _Asked:
 
 
 class Evaluator:
-    """Asks the training engines, or those of the evaluation fleet once there is one."""
+    """Asks the training engines, or the engines of the evaluation fleet once there is one."""
 
     def __init__(
         self,
@@ -47,17 +46,18 @@ class Evaluator:
         sampling: SamplingParams,
         *,
         shared: Connection,
-        connect: Callable[[str], Connection],
-        retire: Callable[[Connection], None],
+        connections: Connections,
         events: EventLog,
     ) -> None:
-        """`shared` asks the training engines; `connect` opens a connection to the router of a url, `retire` ends it."""
+        """`shared` asks the training engines; `connections` opens and retires connections to other routers.
+
+        `prompts` is None where nothing is held out.
+        """
         self._config = config
         self._prompts = prompts
         self._sampling = sampling
         self._shared = self._asked = _Asked(shared)
-        self._connect = connect
-        self._retire = retire
+        self._connections = connections
         self._events = events
         self._runs: Counter[int] = Counter()
         """Evaluations by rollout id: no id of a request is used twice."""
@@ -70,16 +70,16 @@ class Evaluator:
         elif before.info is not None and before.info.router_url == info.router_url:
             before.info = info
         else:
-            self._asked = _Asked(self._connect(info.router_url), info)
+            self._asked = _Asked(self._connections.open(info.router_url), info)
         self._retire_unused(before)
 
     def _retire_unused(self, asked: _Asked) -> None:
         if asked is not self._asked and asked is not self._shared and not asked.runs:
-            self._retire(asked.connection)
+            self._connections.retire(asked.connection)
 
     def report_skip(self, rollout_id: int, reason: str) -> EvalReport:
-        """The point that an evaluation leaves which could not begin."""
-        return self._told(skipped_report(rollout_id, reason))
+        """The skipped point of an evaluation that could not begin."""
+        return self._reported(skipped_report(rollout_id, reason))
 
     async def run(self, rollout_id: int) -> EvalReport:
         """Samples every held-out prompt."""
@@ -88,7 +88,7 @@ class Evaluator:
         asked = self._asked
         asked.runs += 1
         try:
-            return self._told(await self._sample(rollout_id, self._prompts, asked))
+            return self._reported(await self._sample(rollout_id, self._prompts, asked))
         finally:
             asked.runs -= 1
             self._retire_unused(asked)
@@ -98,29 +98,20 @@ class Evaluator:
         pinned = None if asked.info is None else asked.info.version
         name = f"e{rollout_id:07d}" + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
         self._runs[rollout_id] += 1
-        began = time.monotonic()
-        groups: list[SampleGroup] = []
-        errors: list[RolloutError] = []
+        began, done = time.monotonic(), 0
 
-        async def one(index: int) -> None:
+        async def sampled(index: int) -> SampleGroup:
+            nonlocal done
             group_id = f"{name}.{index:07d}"
-            try:
-                group = await generator.run(group_id, prompts[index], self._sampling, config.samples_per_prompt)
-            except RolloutError as error:  # its connection was closed
-                errors.append(error)
-                evaluation.cancel_scope.cancel()
-            else:
-                groups.append(group)
+            group = await generator.run(group_id, prompts[index], self._sampling, config.samples_per_prompt)
+            done += 1
+            return group
 
         try:
             with waiting("evaluation", f"{len(prompts)} prompts at rollout {rollout_id}", config.timeout_s):
-                async with anyio.create_task_group() as evaluation:
-                    for index in range(len(prompts)):
-                        evaluation.start_soon(one, index)
-        except TimeoutError as error:
-            errors.append(RolloutError(str(error)))
-        if errors:
-            reason = f"{errors[0]}; {len(groups)} prompts were done"
+                groups = await run_all(*(partial(sampled, index) for index in range(len(prompts))))
+        except (RolloutError, TimeoutError) as error:  # the connection was closed, or it took too long
+            reason = f"{error}; {done} prompts were done"
             return skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
         return report_samples(
             rollout_id,
@@ -131,7 +122,7 @@ class Evaluator:
             pinned=pinned,
         )
 
-    def _told(self, report: EvalReport) -> EvalReport:
+    def _reported(self, report: EvalReport) -> EvalReport:
         self._events.emit(
             Evaluated(
                 rollout_id=report.rollout_id,

@@ -1,4 +1,4 @@
-"""Events of the rollout side: what became of each prompt group, and what went wrong on the way."""
+"""Events of the rollout side: the transitions of each prompt group, and failures on the way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GroupsTrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsRestored(Event):
-    """A resumed job has these groups, finished and not yet trained when its checkpoint was written."""
+    """A resumed job has these groups; they were finished and not trained when its checkpoint was written."""
 
     kind: ClassVar[str] = "groups_restored"
     group_ids: tuple[str, ...]
@@ -64,7 +64,7 @@ class GroupsRestored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsRolledBack(Event):
-    """A resumed job goes on from `step`: that these groups were trained, filtered or dropped since does not count.
+    """A resumed job goes on from `step`, and these groups were trained, filtered or dropped after it: that is undone.
 
     They are admitted again, or restored, and end once more.
     """
@@ -106,21 +106,21 @@ class RequestFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsAborted(Event):
-    """Engines were told to end requests for which nobody waits any more."""
+    """Requests that no sample needs any more were to be ended in the engines."""
 
     kind: ClassVar[str] = "requests_aborted"
     requests: int
     engines: int
-    """That the router knows."""
+    """Engines that the router knows."""
     heard: int
-    """Engines that took all of it."""
+    """Engines that took all ids."""
     reasons: dict[str, int]
-    """Requests by why they were given up."""
+    """Number of requests by the reason why they were given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcurrencyLowered(Event):
-    """Engines have more requests than they can hold; fewer are in flight from now on."""
+    """Engines have more requests than they can hold, so fewer are in flight from now on."""
 
     kind: ClassVar[str] = "concurrency_lowered"
     limit: int

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.data.sample import Sample
 from asyncrl.data.staleness import Bound, step_of
-from asyncrl.rollout.scheduling.collection import Collection
+from asyncrl.rollout.scheduling.production import Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class RolloutMetrics:
     epoch: int
     groups: int
     samples: int
-    """Usable samples, those that are trained on."""
+    """Samples with a reward, which the trainer trains on."""
     failed_samples: int
-    """Samples of the delivered groups that could not be generated or scored."""
+    """Samples of the delivered groups that could not be generated or scored, or for which the reward abstained."""
     dropped_groups: int
     """Groups replaced on the way to this batch."""
     filtered_groups: int
@@ -37,7 +37,7 @@ class RolloutMetrics:
     failed_attempts: int
     """Requests sent again, or given up, on the way to this batch."""
     aborted_requests: int
-    """Requests that engines were told to end on the way to this batch, since nobody waited for them any more."""
+    """Requests that were ended in their engines on the way to this batch, as no sample needed them any more."""
     concurrency: int
     """Most requests in flight as of the delivery: rollout.concurrency, or less where it adapts."""
     reward_mean: float
@@ -56,16 +56,15 @@ class RolloutMetrics:
     staleness_mean: float
     """Optimizer steps between the weights that made a token and those that it trains, mean over the tokens."""
     staleness_max: int
-    """Of the stalest token, at the last optimizer step of the batch; never above rollout.max_staleness."""
+    """Staleness of the stalest token at the last optimizer step of the batch; never above rollout.max_staleness."""
     response_tokens: int
     seconds: float
     """From the call of get to the delivery: how long the trainer waited."""
     tokens_per_s: float
-    """Response tokens delivered per second, since get was called or, where more is generated ahead, since the delivery
-    before."""
+    """Response tokens delivered per second: since get was called, or, where groups are generated ahead, since the
+    delivery before."""
     failure: str = ""
-    """An example of what most of the failed samples failed of, else what the first replaced group failed of; empty
-    where nothing failed."""
+    """The most common sample failure; else why the first dropped group failed; empty if none."""
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, float]:
         """Numbers by name, without the rollout id."""
@@ -73,37 +72,70 @@ class RolloutMetrics:
 
 
 def failure_kind(failure: str) -> str:
-    """The words of a failure that recur: `ValueError` of `ValueError: no number in "x" (rewards.py:7 in score)`."""
+    """The recurring part of a failure: `ValueError` of `ValueError: no number in "x" (rewards.py:7 in score)`."""
     return failure.partition(":")[0][:80]
 
 
 def most_common_failure(failures: Sequence[str]) -> str:
-    """The first of the kind that is most frequent; empty for none."""
+    """The first failure of the most frequent kind; empty for none."""
     if not failures:
         return ""
     kind, _ = Counter(map(failure_kind, failures)).most_common(1)[0]
     return next(failure for failure in failures if failure_kind(failure) == kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What happened between the delivery before and this one."""
+
+    seconds: float
+    """Since get was called."""
+    period_s: float
+    """The time in which the tokens were generated; `tokens_per_s` goes by it."""
+    failed_attempts: int
+    aborted_requests: int
+
+
+class DeliveryMeter:
+    """Turns the time and running totals of requests into the figures between two deliveries."""
+
+    def __init__(self) -> None:
+        """Nothing was delivered."""
+        self._ahead = False
+        self._delivered_at = 0.0
+        self._failed_attempts = 0
+        self._aborted_requests = 0
+
+    def generates_ahead(self, now: float) -> None:
+        """From monotonic time `now` on, groups are generated also while no `get` waits."""
+        self._ahead, self._delivered_at = True, now
+
+    def delivered(self, *, began: float, now: float, failed_attempts: int, aborted_requests: int) -> Interval:
+        """A batch is delivered at monotonic time `now`, for a `get` that began at `began`; the counts are totals."""
+        interval = Interval(
+            now - began,
+            now - (self._delivered_at if self._ahead else began),
+            failed_attempts - self._failed_attempts,
+            aborted_requests - self._aborted_requests,
+        )
+        self._delivered_at, self._failed_attempts, self._aborted_requests = now, failed_attempts, aborted_requests
+        return interval
+
+
 def measure_rollout(
     rollout_id: int,
-    groups: Sequence[SampleGroup],
+    taken: Taken,
+    interval: Interval,
     *,
-    epoch: int,
-    collection: Collection,
-    ready_groups: int,
-    failed_attempts: int,
-    aborted_requests: int,
     concurrency: int,
-    seconds: float,
-    period_s: float,
     published_version: str | None,
     bound: Bound,
 ) -> RolloutMetrics:
-    """Figures over the usable samples (at least one) of `groups`; without `published_version` none counts as off.
+    """Figures over the usable samples of a batch (at least one).
 
-    `collection` has what else became of groups on the way; `period_s` is the time that `tokens_per_s` goes by.
+    Without `published_version` no token counts as made by other weights, or as stale.
     """
+    groups, collection = taken.samples, taken.collection
     usable = [sample for group in groups for sample in group.samples if sample.reward is not None]
     rewards = np.array([sample.reward for sample in usable], np.float64)
     lengths = np.array([len(sample.output_ids) for sample in usable], np.int64)
@@ -118,7 +150,7 @@ def measure_rollout(
     mean, most = (0.0, 0) if published_version is None else _staleness(rollout_id, usable, bound)
     return RolloutMetrics(
         rollout_id=rollout_id,
-        epoch=epoch,
+        epoch=taken.groups[0].issue.epoch,
         groups=len(groups),
         samples=len(usable),
         failed_samples=sum(len(group.samples) for group in groups) - len(usable),
@@ -126,9 +158,9 @@ def measure_rollout(
         filtered_groups=collection.filtered,
         surplus_groups=collection.surplus,
         reissued_groups=collection.reissued,
-        ready_groups=ready_groups,
-        failed_attempts=failed_attempts,
-        aborted_requests=aborted_requests,
+        ready_groups=taken.ready,
+        failed_attempts=interval.failed_attempts,
+        aborted_requests=interval.aborted_requests,
         concurrency=concurrency,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
@@ -142,8 +174,8 @@ def measure_rollout(
         staleness_mean=mean,
         staleness_max=most,
         response_tokens=tokens,
-        seconds=seconds,
-        tokens_per_s=tokens / period_s if period_s > 0 else 0.0,
+        seconds=interval.seconds,
+        tokens_per_s=tokens / interval.period_s if interval.period_s > 0 else 0.0,
         failure=most_common_failure(
             [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
         )
@@ -152,9 +184,9 @@ def measure_rollout(
 
 
 def _staleness(rollout_id: int, samples: Sequence[Sample], bound: Bound) -> tuple[float, int]:
-    """Mean and maximum over the tokens of `samples` whose weights tell their step.
+    """Mean and maximum staleness over the tokens of `samples` whose weights have a step.
 
-    The mean goes over the optimizer steps of the batch too, which take turns at the samples.
+    The mean is also one over the optimizer steps of the batch, each of which trains a part of the samples.
     """
     total = tokens = most = 0
     for sample in samples:

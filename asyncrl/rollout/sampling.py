@@ -1,4 +1,4 @@
-"""From the configuration and the tokenizer to what is sent with each request. Pure."""
+"""From the configuration and the tokenizer to the sampling parameters of a request. Pure."""
 
 from __future__ import annotations
 

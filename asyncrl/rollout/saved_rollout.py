@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the rollouts: the place in the prompts, finished groups, and those to issue again.
+"""The executor's part of a checkpoint: the place in the prompts, finished groups, and prompts to issue again.
 
 Two files: `rollout.json`, and `rollout.safetensors` with the tokens and log-probs of all samples one after the other.
 Prompts are not kept: a draw of the prompt stream is the same after a resume, which `PromptStream.restore` checks.
@@ -42,7 +42,7 @@ class SavedRollout:
     prompts: Mapping[str, Any]
     """`PromptStream.state`."""
     again: tuple[Issue, ...]
-    """Groups that were not finished, in the order in which they are to be issued."""
+    """Prompts whose groups were not finished, in the order in which they are to be issued."""
     finished: tuple[tuple[Issue, SampleGroup], ...]
     """Groups that no batch took yet, as admitted."""
     ended: Mapping[str, int]
@@ -53,15 +53,15 @@ class SavedRollout:
 
     @property
     def reached(self) -> Reached:
-        """Which groups have ended, and which not."""
+        """Which groups had ended, and which had not."""
         issues = (*self.again, *(issue for issue, _ in self.finished))
         return Reached(self.prompts["ordinal"], {issue.ordinal: issue.issues for issue in issues})
 
     def under(self, settings: Mapping[str, Any]) -> tuple[SavedRollout, tuple[str, ...]]:
-        """What is left of it under other `settings` (`made_with`), and the keys of those that differ.
+        """This state under other `settings` (`made_with`), and the keys of the settings that differ.
 
-        Where one does, finished groups are to be issued again: log-probs of another temperature would train on
-        something else, and samples of two kinds would be compared with each other.
+        Where one differs, finished groups are issued again: log-probs of another temperature would train something
+        else, and samples of two kinds would be compared with each other.
         """
         keys = sorted(self.made_with.keys() | settings.keys())
         differing = tuple(key for key in keys if self.made_with.get(key) != settings.get(key))
@@ -74,7 +74,7 @@ class SavedRollout:
 def made_with(config: Config) -> dict[str, Any]:
     """The settings that decide what a group is: how it was sampled and how it was scored."""
     rollout = config.rollout.model_dump(mode="json", include=_SAMPLING)
-    reward = config.reward.model_dump(mode="json", include={"function", "args"})
+    reward = config.reward.model_dump(mode="json", include={"function", "args", "scope"})
     return {f"rollout.{key}": value for key, value in rollout.items()} | {
         f"reward.{key}": value for key, value in reward.items()
     }
@@ -130,13 +130,13 @@ def encode_rollout(saved: SavedRollout) -> dict[str, bytes]:
     }
     try:
         text = msgspec.json.encode(state)
-    except UnicodeEncodeError:  # what a reward or a filter said need not be text
+    except UnicodeEncodeError:  # the message of a reward or a filter need not be valid text
         text = msgspec.json.encode(without_surrogates(msgspec.to_builtins(state)))
     return {STATE: text, TENSORS: safetensors.save(tensors)}
 
 
 def decode_rollout(files: Mapping[str, bytes], stream: PromptStream) -> SavedRollout:
-    """Reads what `encode_rollout` wrote, and sets `stream` to its place.
+    """Reads the files of `encode_rollout`, and moves `stream` to its place.
 
     Raises CheckpointError for files that are missing or of another kind, DataError for other data.
     """
@@ -205,7 +205,7 @@ def _issue(stream: PromptStream, ordinal: int, issues: int) -> Issue:
 
 
 class _Reader:
-    """Hands out the arrays of one sample after the other."""
+    """Cuts the arrays of one turn after the other out of the tensors."""
 
     def __init__(self, tensors: Mapping[str, NDArray[Any]]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""What the executor tells of itself."""
+"""The statistics of the executor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ExecutorStatistics:
     drop_reasons: Mapping[str, int]
     client: ClientStatistics
     aborted_requests: int
-    """Requests that engines were told to end, since nobody waited for them any more."""
+    """Requests that were ended in their engines because no sample needed them any more."""
     concurrency: int
     """Most requests in flight, as of now."""
     engines_paused_s: float
-    """Seconds in which no deadline of a request ran."""
+    """Seconds in which the deadlines of requests stood still."""
     reward_failures: Mapping[str, int]
     dropped_overlong: int
     """Prompts left out of the data because they leave no room for a response."""

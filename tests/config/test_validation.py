@@ -120,6 +120,7 @@ README = Path(__file__).parents[2] / "README.md"
         ),
         (["--reward.args.strp", "false"], "reward.args.strp", "takes strip, ignore_case; did you mean strip?"),
         (["--reward.args.strip", "no"], "reward.args.strip", "'no' is not allowed; exact_match expects true or false"),
+        (["--reward.scope", "group"], "reward.scope", "exact_match scores one sample at a time"),
         (
             ["--reward.function", "reasoning_gym", "--reward.args.task", "chain"],
             "reward.args.task",
@@ -144,6 +145,7 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
         ["--data.source", "reasoning_gym:chain_sum"],
         ["--data.source", "json:loads"],
         ["--reward.function", "my_rewards:score", "--reward.args.anything", "1"],
+        ["--reward.function", "my_rewards:score", "--reward.scope", "group"],
         ["--reward.function", "length", "--reward.args.target", "8"],
         ["--rollout.max-new-tokens", "511"],
         ["--eval.temperature", "0"],

@@ -23,6 +23,7 @@ from asyncrl.config import Config
 from asyncrl.errors import TrainerError
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutClient
+from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation
 from asyncrl.weights.copies import Copies
@@ -41,13 +42,13 @@ SAMPLING = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":tru
 async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Generation]:
     """Publishes in the middle of `requests` generations; returns them all."""
     generations: list[Generation] = []
-    client = RolloutClient(
-        rig.fleet.controller.router_url,
+    options = RequestOptions(
         vocab_size=1 << 20,
         concurrency=requests,
         timeout_s=10.0,
-        policy=RetryPolicy(retries=0, patience_s=1.0, first_delay_s=0.1),
+        retry=RetryPolicy(retries=0, patience_s=1.0, first_delay_s=0.1),
     )
+    client = RolloutClient(rig.fleet.controller.router_url, options)
 
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))
@@ -189,7 +190,9 @@ async def ask_at_once(router_url: str, requests: int, *, retries: int) -> list[G
     """As many requests as are wanted, all at once; raises where one has no answer in the end."""
     generations: list[Generation] = []
     policy = RetryPolicy(retries=retries, patience_s=10.0, first_delay_s=0.1)
-    client = RolloutClient(router_url, vocab_size=1 << 20, concurrency=requests, timeout_s=10.0, policy=policy)
+    client = RolloutClient(
+        router_url, RequestOptions(vocab_size=1 << 20, concurrency=requests, timeout_s=10.0, retry=policy)
+    )
 
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))

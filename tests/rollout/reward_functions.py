@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -161,6 +163,23 @@ async def awaits_cancelled_while_cancelled(sample: Sample, prompt: Prompt) -> fl
 
 def raises_cancelled(sample: Sample, prompt: Prompt) -> float:
     raise asyncio.CancelledError
+
+
+def ranks(samples: Sequence[Sample], prompt: Prompt, *, bonus: float = 0.0) -> list[float | None]:
+    """The share of samples that are not longer; abstains from empty ones, and does what the first one says."""
+    by_text(samples[0], prompt)
+    lengths = [len(sample.text) for sample in samples]
+    return [sum(n <= other for other in lengths) / len(samples) + bonus if n else None for n in lengths]
+
+
+async def ranks_async(samples: Sequence[Sample], prompt: Prompt) -> np.ndarray:
+    await anyio.lowlevel.checkpoint()
+    return np.arange(len(samples), dtype=np.float32)
+
+
+def returns_for_group(samples: Sequence[Sample], prompt: Prompt, *, what: str) -> Any:
+    nan = float("nan")
+    return {"number": 1.0, "few": [1.0], "many": itertools.count(), "text": "abc", "nan": [1.0, nan, "x"]}[what]
 
 
 async def exits_async(sample: Sample, prompt: Prompt) -> float:

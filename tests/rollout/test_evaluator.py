@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.observability.events import EventLog
+from asyncrl.rollout.connection import Connection
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.executor import RolloutExecutor
-from asyncrl.rollout.requests.connection import Connection
 from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually

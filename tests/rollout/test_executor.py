@@ -230,6 +230,21 @@ async def test_a_reward_that_fails_later_is_a_counted_outcome(start_executor: St
     assert sum(line["kind"] == "reward_failed" for line in events.recent) == 6
 
 
+async def test_a_reward_of_groups_scores_the_samples_of_each_prompt_together(
+    start_executor: StartExecutor, events: EventLog
+) -> None:
+    def script(request: dict[str, Any], number: int) -> Action:
+        bad = sample_of(request) == 3 and group_of(request) == 1
+        return Action(text="yes" * sample_of(request), fault="status" if bad else None, status=400)
+
+    reward = {"function": f"{MODULE}:ranks", "scope": "group", "workers": 0}
+    async with scripted_engine(script) as engine, start_executor(engine, reward=reward) as executor:
+        batch = await executor.get(0)
+        assert batch.rewards.tolist() == [0.75, 0.5, 0.25, pytest.approx(2 / 3), pytest.approx(1 / 3), 0.75, 0.5, 0.25]
+        assert executor.last_rollout.failed_samples == 4 and executor.statistics().reward_failures == {}
+    assert not [line for line in events.recent if line["kind"] == "reward_failed"], "to abstain is no fault"
+
+
 async def test_cancelling_a_get_loses_nothing(start_executor: StartExecutor) -> None:
     async with (
         scripted_engine(lambda request, number: Action(fault="hang")) as engine,

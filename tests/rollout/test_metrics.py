@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import pytest
 
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.staleness import Bound
-from asyncrl.rollout.metrics import RolloutMetrics, measure_rollout, most_common_failure
+from asyncrl.rollout.metrics import DeliveryMeter, Interval, RolloutMetrics, measure_rollout, most_common_failure
 from asyncrl.rollout.scheduling.collection import Collection
+from asyncrl.rollout.scheduling.group import Group, Issue
+from asyncrl.rollout.scheduling.production import Taken
 
 ONCE = Bound(0, optimizer_steps=1)
 IDS = np.array([5, 6], np.int32)
@@ -18,16 +18,22 @@ SAMPLE = Sample.of_turn("0.0", "0", TURN, finish_reason="stop", text="yes", rewa
 
 
 def measured(
-    *failures: str | None, dropped: str = "", rollout_id: int = 1, bound: Bound = ONCE, **how: Any
+    *failures: str | None,
+    dropped: str = "",
+    rollout_id: int = 1,
+    bound: Bound = ONCE,
+    seconds: float = 2.0,
+    period_s: float = 2.0,
+    published_version: str | None = "0.1",
 ) -> RolloutMetrics:
     samples = [SAMPLE if f is None else msgspec.structs.replace(SAMPLE, reward=None, failure=f) for f in failures]
     group = SampleGroup("0", Prompt("p:0", "1+1=", IDS), tuple(samples))
     collection = Collection(1, 8, 8)
     if dropped:
         collection.drop("only 0 of 4 samples usable", dropped)
-    given: dict[str, Any] = {"seconds": 2.0, "period_s": 2.0, "published_version": "0.1"} | how
-    counts = {"ready_groups": 0, "failed_attempts": 0, "aborted_requests": 0, "concurrency": 8}
-    return measure_rollout(rollout_id, [group], epoch=0, collection=collection, bound=bound, **counts, **given)
+    taken = Taken((Group(Issue(0, group.prompt, epoch=0), 0),), (group,), collection, ready=0)
+    interval = Interval(seconds, period_s, failed_attempts=0, aborted_requests=0)
+    return measure_rollout(rollout_id, taken, interval, concurrency=8, published_version=published_version, bound=bound)
 
 
 def test_a_batch_names_what_most_of_its_failed_samples_failed_of() -> None:
@@ -50,6 +56,14 @@ def test_staleness_counts_the_optimizer_steps_since_the_weights_of_each_token() 
 def test_throughput_goes_by_the_time_from_batch_to_batch() -> None:
     metrics = measured(None, seconds=0.1, period_s=4.0)
     assert (metrics.seconds, metrics.tokens_per_s) == (0.1, 0.5)
+
+
+def test_a_delivery_is_measured_against_the_one_before() -> None:
+    meter = DeliveryMeter()
+    assert meter.delivered(began=10, now=12, failed_attempts=3, aborted_requests=1) == Interval(2, 2, 3, 1)
+    meter.generates_ahead(13)
+    assert meter.delivered(began=16, now=17, failed_attempts=3, aborted_requests=5) == Interval(1, 4, 0, 4)
+    assert meter.delivered(began=18, now=19, failed_attempts=4, aborted_requests=5) == Interval(1, 2, 1, 0)
 
 
 def test_only_numbers_are_written_to_the_metrics() -> None:

@@ -134,14 +134,16 @@ async def test_a_cancelled_score_stays_cancelled(tmp_path: Path, function: str) 
 
 
 async def test_an_interrupt_from_the_keyboard_passes(tmp_path: Path) -> None:
+    sample, prompt = sample_of()
+
     def scorer_for(function: str) -> Scorer:
         config = RewardConfig(function=f"{MODULE}:{function}", workers=0)
         return Scorer(resolve_reward(config.function, {}), config, host=None, log_dir=tmp_path)
 
     with pytest.raises(KeyboardInterrupt):
-        scorer_for("interrupts")._call(*sample_of())
+        scorer_for("interrupts")._call((sample,), prompt)
     with pytest.raises(KeyboardInterrupt):
-        await scorer_for("interrupts_async")._call_async(*sample_of())  # through no task: it would end the loop
+        await scorer_for("interrupts_async")._call_async((sample,), prompt)  # through no task: it would end the loop
 
 
 # workers that do not start

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from asyncrl.host import EngineHost
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.rewards.frames import ScoreOutcome, frame
 from asyncrl.rollout.rewards.registry import Runs, resolve_reward
+from asyncrl.rollout.rewards.result import ABSTAINED, RewardScope, Score
 from asyncrl.rollout.rewards.scorer import Scorer
 
 MODULE = "tests.rollout.reward_functions"
@@ -51,11 +53,13 @@ async def scorer_of(
     host: EngineHost | None = None,
     timeout_s: float = 20.0,
     workers: int = 1,
+    scope: RewardScope = "sample",
     **args: Any,
 ) -> AsyncIterator[Scorer]:
     name = function if function == "exact_match" else f"{MODULE}:{function}"
-    config = RewardConfig(function=name, args=args, timeout_s=timeout_s, workers=workers if host is not None else 0)
-    scorer = Scorer(resolve_reward(config.function, config.args), config, host=host, log_dir=log_dir)
+    workers = workers if host is not None else 0
+    config = RewardConfig(function=name, args=args, timeout_s=timeout_s, workers=workers, scope=scope)
+    scorer = Scorer(resolve_reward(config.function, config.args, config.scope), config, host=host, log_dir=log_dir)
     async with anyio.create_task_group() as tasks:
         try:
             with blockbuster_ctx("asyncrl") as guard:
@@ -118,6 +122,29 @@ def test_async_functions_are_recognised_and_run_in_the_loop() -> None:
     assert resolve_reward(f"{MODULE}:good_async", {}).runs is Runs.LOOP
     assert resolve_reward(f"{MODULE}:partly_bound", {}).runs is Runs.LOOP
     assert resolve_reward(f"{MODULE}:good", {}).runs is Runs.WORKER
+
+
+@pytest.mark.parametrize(
+    ("function", "scope", "message"),
+    [
+        (
+            "ranks",
+            "sample",
+            r'called as \(sample, prompt, .* parameter is `samples`; set reward.scope = "group"',
+        ),
+        (
+            "good",
+            "group",
+            r'called as \(samples, prompt, .* parameter is `sample`; set reward.scope = "sample"',
+        ),
+    ],
+)
+def test_a_function_that_scores_something_else_than_the_scope_says_is_refused(
+    function: str, scope: RewardScope, message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        resolve_reward(f"{MODULE}:{function}", {}, scope)
+    assert resolve_reward(f"{MODULE}:{function}", {}, "group" if scope == "sample" else "sample").runs is Runs.WORKER
 
 
 # the rewards that come with the project
@@ -303,7 +330,7 @@ async def test_waiting_in_the_queue_is_no_wait_to_complain_of(tmp_path: Path, ho
 
 @pytest.mark.parametrize(
     "what",
-    ["ffffffff", "03000000c1c1c1", frame(ScoreOutcome(999, 1.0, None)).hex(), "0100000090"],
+    ["ffffffff", "03000000c1c1c1", frame(ScoreOutcome(999, (Score(1.0),))).hex(), "0100000090"],
     ids=["an endless frame", "no msgpack", "an answer to another job", "an empty answer"],
 )
 async def test_a_function_that_writes_into_the_workers_socket_costs_its_own_sample_only(
@@ -392,3 +419,57 @@ async def test_a_worker_that_dies_while_importing_shows_its_last_words(
 ) -> None:
     last = "os.write(2, b'farewell'), os._exit(9)"
     await cannot_start(host, monkeypatch, tmp_path, last, r"(?s)exit code 9.*farewell")
+
+
+# rewards of groups
+
+
+def group_of(*texts: str) -> tuple[list[Sample], Prompt]:
+    pairs = [sample_of(text) for text in texts]
+    return [msgspec.structs.replace(s, sample_id=f"g.{i:03d}") for i, (s, _) in enumerate(pairs)], pairs[0][1]
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+async def test_a_group_is_scored_in_one_call(tmp_path: Path, host: EngineHost, in_worker: bool) -> None:
+    where = host if in_worker else None
+    async with scorer_of("ranks", tmp_path, host=where, scope="group", bonus=1.0) as scorer:
+        assert scorer.by_group
+        scores = await scorer.score_together(*group_of("yes", "", "no"))
+        assert scores == (Score(1 + 1 / 3), Score(None, ABSTAINED), Score(1 + 2 / 3)) and not scorer.failures
+        assert await scorer.score_together(*group_of("no")) == (Score(2.0),)
+
+
+async def test_an_async_function_may_score_a_group_and_return_an_array(tmp_path: Path) -> None:
+    async with scorer_of("ranks_async", tmp_path, scope="group") as scorer:
+        assert [s.reward for s in await scorer.score_together(*group_of("a", "b", "c"))] == [0.0, 1.0, 2.0]
+
+
+async def test_a_call_for_a_group_that_hangs_dies_or_raises_fails_each_of_its_samples_and_no_other_group(
+    tmp_path: Path, host: EngineHost
+) -> None:
+    async with scorer_of("ranks", tmp_path, host=host, timeout_s=1.0, scope="group") as scorer:
+        for text, failure in [
+            ("hang", "the reward took longer than 1 s and was ended"),
+            ("die", "the reward worker died (exit code 7)"),
+            ("raise", "ValueError: no idea ("),
+        ]:
+            scores = await scorer.score_together(*group_of(text, "yes", "no"))
+            assert all(s.reward is None and str(s.failure).startswith(failure) for s in scores) and len(scores) == 3
+            assert [s.reward for s in await scorer.score_together(*group_of("yes", "no"))] == [0.5, 1.0]
+    assert scorer.failures.total() == 9, "each sample counts"
+
+
+@pytest.mark.parametrize(
+    ("what", "failures"),
+    [
+        ("number", ["the reward function returned one number; with reward.scope = group"] * 3),
+        ("text", ["the reward function returned str, not a number; with reward.scope = group"] * 3),
+        ("few", ["the reward function returned 1 numbers for 3 samples"] * 3),
+        ("many", ["the reward function returned more than 3 numbers for 3 samples"] * 3),
+        ("nan", ["None", "the reward is nan", "the reward function returned str, not a number"]),
+    ],
+)
+async def test_a_group_needs_one_number_for_each_sample(tmp_path: Path, what: str, failures: list[str]) -> None:
+    async with scorer_of("returns_for_group", tmp_path, scope="group", what=what) as scorer:
+        scores = await scorer.score_together(*group_of("a", "b", "c"))
+    assert all(str(s.failure).startswith(f) for s, f in zip(scores, failures, strict=True))

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.data.fleet import UpdateAck, UpdateLease
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.rollout.requests.engine_clock import EngineClock
-from asyncrl.rollout.requests.generate_client import GenerateClient
+from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.run.pauses import Pauses, ToldFleet
 from tests.contracts.fake_controller import FakeController
@@ -251,10 +251,12 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
         await r.publish("0.0")
         client = GenerateClient(
             r.fleet.controller.router_url,
-            vocab_size=1 << 20,
-            concurrency=8,
-            timeout_s=timeout_s,
-            policy=RetryPolicy(retries=0, patience_s=1.0),
+            RequestOptions(
+                vocab_size=1 << 20,
+                concurrency=8,
+                timeout_s=timeout_s,
+                retry=RetryPolicy(retries=0, patience_s=1.0),
+            ),
             clock=told.clock,
         )
 

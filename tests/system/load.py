@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 
 from asyncrl.rollout.group_events import RequestFailed
-from asyncrl.rollout.requests.generate_client import GenerateClient
+from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions, Unobserved
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation, SamplingParams, encode_prompt
 from tests.tiny_model import VOCABULARY
@@ -29,8 +29,8 @@ class Answer:
 
 
 @dataclass
-class Load:
-    """What has happened so far."""
+class Load(Unobserved):
+    """What has happened so far; the observer of the client that makes it."""
 
     answers: list[Answer] = field(default_factory=list)
     attempts: int = 0
@@ -38,6 +38,9 @@ class Load:
     """When a request was sent once more, and its sample id."""
     failures: list[tuple[float, RequestFailed]] = field(default_factory=list)
     stopping: bool = False
+
+    def failed(self, failure: RequestFailed) -> None:
+        self.failures.append((anyio.current_time(), failure))
 
     async def progress(self, answers: int, timeout_s: float = 60.0) -> None:
         """Returns when so many more requests were answered."""
@@ -69,15 +72,14 @@ async def continuous_load(router_url: str, requests: int) -> AsyncIterator[Load]
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True).encode()
     random = np.random.default_rng(0)
 
+    options = RequestOptions(
+        vocab_size=VOCABULARY,
+        concurrency=requests,
+        timeout_s=120.0,
+        retry=RetryPolicy(retries=4, patience_s=120.0),
+    )
     async with (
-        _WatchedClient(
-            router_url,
-            vocab_size=VOCABULARY,
-            concurrency=requests,
-            timeout_s=120.0,
-            policy=RetryPolicy(retries=4, patience_s=120.0),
-            on_failure=lambda failed: load.failures.append((anyio.current_time(), failed)),
-        ) as client,
+        _WatchedClient(router_url, options, observer=load) as client,
         anyio.create_task_group() as task_group,
     ):
         client.load = load

@@ -89,6 +89,8 @@ def reward_problems(reward: RewardConfig) -> Iterator[Problem]:
         known = f"; known are {', '.join(BUILTIN_REWARDS)}, and any package.module:function"
         yield Problem("reward.function", f"there is no reward {name!r}{did_you_mean(meant) or known}")
         return
+    if reward.scope != "sample":
+        yield Problem("reward.scope", f"{name} scores one sample at a time; only a function of your own scores groups")
     for given, value in reward.args.items():
         key, kind = f"reward.args.{given}", builtin.args.get(given)
         if kind is None:

@@ -77,11 +77,16 @@ class RewardConfig(Section):
     """Name in the registry (exact_match, math_verify, reasoning_gym, length) or a dotted path
     `package.module:function`; sync or async, called with (sample, prompt), returning a float."""
 
+    scope: Literal["sample", "group"] = "sample"
+    """What one call scores. sample: one sample, as soon as it is generated; group: a `package.module:function` is
+    called with (samples, prompt) once all samples of the prompt are there, and returns a float for each sample, or
+    None to abstain. Samples that could not be generated are left out."""
+
     args: dict[str, str | float | int | bool] = Field(default_factory=dict)
     """Keyword arguments bound to the function; of a built-in one they are checked with the configuration."""
 
     timeout_s: float = Field(default=30.0, gt=0)
-    """A call that takes longer is ended and counted as failed."""
+    """A call that takes longer is ended, and its sample, or all samples of its group, are counted as failed."""
 
     workers: int = Field(default=1, ge=0)
     """Processes that run sync functions so that a slow or hanging one never stalls the event loop; 0 runs them in the

@@ -1,14 +1,15 @@
-"""Aborts: requests that nobody waits for any more are ended in the engines, which else work on in vain.
+"""Aborts: ends requests in the engines that no sample needs any more; the engines would go on in vain.
 
 An engine notices by itself that its client has left, but only after 3 to 8 s, and through a router later still.
 
 Invariants
-- Ids are told one by one, whole, to every engine: nobody but the router knows which one has it. (One that knows an id
-  also ends what begins with it, so no id of ours begins another; ids that it does not know it ignores.)
-- Nothing is told while engines are paused. A paused engine holds new requests back in its server, and an abort that
-  finds one there is used up without effect: that request would run to its end afterwards, whatever is said later.
-  For the same reason nothing is told in the instant in which it was sent.
-- All is counted and bounded, by `on_told`; whoever gives a request up waits for none of it.
+- Each id is sent whole, in a call of its own, to every engine: only the router knows which engine has the request. An
+  engine ignores an id that it does not know. It ends every request whose id begins with the one that was sent, so none
+  of our ids begins another.
+- No abort is sent while engines are paused. A paused engine holds new requests back in its server, and an abort that
+  finds a request there has no effect and is used up: the request would run to its end after the pause. For the same
+  reason no abort is sent in the instant in which its request was sent.
+- Aborts are counted and bounded, and every batch of them is reported; `add` never waits.
 """
 
 from __future__ import annotations
@@ -20,74 +21,77 @@ import anyio
 
 from asyncrl.rollout.group_events import RequestsAborted
 from asyncrl.rollout.requests.engine_clock import EngineClock
-from asyncrl.rollout.requests.engine_queries import EngineQueries, Told
+from asyncrl.rollout.requests.engine_queries import AbortProgress, EngineQueries
+from asyncrl.tasks import Changes
 
 GATHER_S = 0.2
-"""From the first id to the telling: by then what was sent has reached the scheduler (some ms measured), also what an
-engine let in after a pause; and what is given up together is told together."""
-TELL_TIMEOUT_S = 10.0
-"""Longest telling of one batch of ids; engines that have not heard all by then find out by themselves."""
+"""From the first id to the aborts. By then every request that was sent has reached the scheduler of its engine (some ms
+measured), also a request that an engine let in after a pause; and ids that are added together are sent together."""
+SEND_TIMEOUT_S = 10.0
+"""Longest time for one batch of ids; an engine that has not got all of them by then notices by itself."""
 CLOSE_TIMEOUT_S = 2.0
-"""Of what is left at the end."""
+"""Longest time for the ids that are left at the end."""
 
 
 class Aborts:
     """Run `serve` in a task, then `add`; `aclose` at the end."""
 
     def __init__(
-        self, control: EngineQueries, clock: EngineClock, *, on_told: Callable[[RequestsAborted], None]
+        self, queries: EngineQueries, clock: EngineClock, *, on_sent: Callable[[RequestsAborted], None]
     ) -> None:
-        self._control = control
+        """`on_sent` gets the report of every batch of aborts."""
+        self._queries = queries
         self._clock = clock
-        self._on_told = on_told
-        self._given_up: dict[str, str] = {}
-        """Reason by id, of those that are still to be told."""
-        self._added = anyio.Event()
-        self._telling = anyio.Lock()
+        self._on_sent = on_sent
+        self._waiting: dict[str, str] = {}
+        """Reason by id, of aborts that are not sent yet."""
+        self._added = Changes()
+        self._sending = anyio.Lock()
         self._serving = anyio.CancelScope()
         self._closed = False
         self.requests = 0
-        """Ids that were told."""
+        """Ids that were sent."""
 
     def add(self, rid: str, reason: str) -> None:
-        """The request of this id is given up; nobody is told before the next turns of `serve`."""
-        self._given_up[rid] = reason
-        self._added.set()
+        """Gives the request of this id up. Its abort is sent in a later turn of the loop, by `serve`."""
+        self._waiting[rid] = reason
+        self._added.notify()
 
     async def serve(self) -> None:
-        """Tells engines what is added, until `aclose`."""
+        """Sends what is added, until `aclose`."""
         with self._serving:
             while True:
-                await self._added.wait()
+                while not self._waiting:
+                    await self._added.wait()
                 await self._clock.running()
                 await anyio.sleep(GATHER_S)
-                await self.tell(TELL_TIMEOUT_S)
+                await self.send(SEND_TIMEOUT_S)
 
-    async def tell(self, timeout_s: float) -> None:
-        """Tells what was added by now, unless engines are paused; returns after `timeout_s` all the same."""
+    async def send(self, timeout_s: float) -> None:
+        """Sends what was added by now, unless engines are paused; returns after `timeout_s` all the same."""
         with anyio.move_on_after(timeout_s):
-            async with self._telling:
-                if self._closed or self._clock.paused or not self._given_up:
+            async with self._sending:
+                if self._closed or self._clock.paused or not self._waiting:
                     return
-                batch, self._given_up, self._added = self._given_up, {}, anyio.Event()
-                told = Told()
+                batch, self._waiting = self._waiting, {}
+                progress = AbortProgress()
                 try:
-                    await self._control.abort(list(batch), told)
+                    await self._queries.abort(list(batch), progress)
                 finally:
                     self.requests += len(batch)
-                    self._on_told(
+                    self._on_sent(
                         RequestsAborted(
                             requests=len(batch),
-                            engines=told.engines,
-                            heard=told.heard,
+                            engines=progress.engines,
+                            heard=progress.heard,
                             reasons=dict(Counter(batch.values())),
                         )
                     )
 
     async def aclose(self) -> None:
-        """Tells what is left, within a bound. Idempotent."""
+        """Sends what is left, within a bound. Idempotent."""
         with anyio.CancelScope(shield=True):
-            await self.tell(CLOSE_TIMEOUT_S)
+            await self.send(CLOSE_TIMEOUT_S)
         self._closed = True
         self._serving.cancel()
-        await self._control.aclose()
+        await self._queries.aclose()

@@ -1,12 +1,12 @@
 """Deadlines of requests, whose clock stands still while engines are paused.
 
-Engines that take new weights generate nothing, as long as that lasts. A request is not to blame for it: its deadline
-counts the time in which engines could answer. `PauseClock` is the arithmetic, `EngineClock` the waits that go by it.
+Engines generate nothing while they take new weights, so the deadline of a request counts only the time in which engines
+could answer. `PauseClock` is the arithmetic, `EngineClock` has the waits that go by it.
 
 Invariants
 - A wait of T seconds ends when engines could answer for T seconds since its start: never in a pause, and never later.
-- Pauses do not add up: a second one that begins within the first is the same.
-- The registry of waits (`observability/waits.py`) hears of each wait and of the pause. A wait does not age in a pause.
+- Pauses do not add up: a pause that begins within another one is the same pause.
+- The registry of waits (`observability/waits.py`) lists each wait, and the pause. A wait does not age in a pause.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from types import TracebackType
 import anyio
 
 from asyncrl.observability.waits import WAITS, Wait
+from asyncrl.tasks import Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +29,23 @@ class PauseClock:
     """Time without the pauses. Pure: `now` is any monotonic time in seconds that never goes back."""
 
     stood_still_s: float = 0.0
-    """Over all pauses that have ended."""
+    """Seconds in all pauses that have ended."""
     paused_since: float | None = None
 
     def time(self, now: float) -> float:
-        """What this clock shows."""
+        """The reading of this clock."""
         return (now if self.paused_since is None else self.paused_since) - self.stood_still_s
 
     def pause(self, now: float) -> PauseClock:
+        """The clock with a pause that begins at `now`, unless it is paused."""
         return self if self.paused_since is not None else replace(self, paused_since=now)
 
     def resume(self, now: float) -> PauseClock:
+        """The clock without a pause from `now` on."""
         return self if self.paused_since is None else PauseClock(self.stood_still_s + now - self.paused_since)
 
     def when(self, time: float) -> float:
-        """The `now` at which this clock shows `time`, unless there are more pauses; infinite during one."""
+        """The `now` at which this clock will show `time` if no further pause comes; infinite during a pause."""
         return math.inf if self.paused_since is not None else time + self.stood_still_s
 
 
@@ -50,23 +53,23 @@ class EngineClock:
     """Waits that end by the clock of the engines; one for each group of engines that is paused together."""
 
     def __init__(self, expected_pause_s: float = math.inf) -> None:
-        """A pause that is longer than half of `expected_pause_s` is remarked upon."""
+        """`expected_pause_s` is the deadline that the registry of waits lists for a pause."""
         self._expected_pause_s = expected_pause_s
         self._clock = PauseClock()
         self._waits: dict[_ClockWait, None] = {}
         self._listed = False
-        self._resumed = anyio.Event()
-        self._resumed.set()
+        self._resumed = Changes()
         self.pauses = 0
-        """That have begun."""
+        """Pauses that have begun."""
 
     @property
     def paused(self) -> bool:
+        """Whether engines generate nothing now."""
         return self._clock.paused_since is not None
 
     @property
     def stood_still_s(self) -> float:
-        """Seconds over all pauses, the present one included."""
+        """Seconds in all pauses, including the present one."""
         now = time.monotonic()
         return now - self._clock.time(now)
 
@@ -74,29 +77,29 @@ class EngineClock:
         """Engines generate nothing from now on."""
         if not self.paused:
             self.pauses += 1
-            self._resumed = anyio.Event()
             self._set(self._clock.pause(time.monotonic()))
 
     def resume(self) -> None:
         """Engines generate again."""
         self._set(self._clock.resume(time.monotonic()))
-        self._resumed.set()
+        self._resumed.notify()
 
     async def running(self) -> None:
-        """Returns at once, or when the present pause has ended."""
-        await self._resumed.wait()
+        """Returns as soon as engines are not paused."""
+        while self.paused:
+            await self._resumed.wait()
 
     def waiting(self, what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
-        """As `observability.waits.waiting`, by this clock. Raises TimeoutError."""
+        """Like `observability.waits.waiting`, by this clock. Raises TimeoutError."""
         return _ClockWait(self, what, subject, timeout_s)
 
     async def sleep(self, seconds: float, what: str, subject: str) -> None:
-        """Until the clock has gone on by so much; `what` and `subject` name it as a wait."""
+        """Returns when the clock has gone on by `seconds`; `what` and `subject` name the wait."""
         with suppress(TimeoutError), self.waiting(what, subject, seconds):
             await anyio.sleep_forever()
 
     def waits(self) -> Iterator[Wait]:
-        """Those in progress, and the pause; from any thread."""
+        """The waits in progress, and the pause; may be called from any thread."""
         clock, now = self._clock, time.monotonic()
         if clock.paused_since is not None:
             yield Wait("end of the pause", "engines", clock.paused_since, self._expected_pause_s)
@@ -111,7 +114,7 @@ class EngineClock:
         self._list()
 
     def _list(self) -> None:
-        """In the registry for as long as there is something to tell."""
+        """Is in the registry only while there is a wait or a pause."""
         listed = bool(self._waits) or self.paused
         if listed != self._listed:
             self._listed = listed
@@ -119,7 +122,7 @@ class EngineClock:
 
 
 class _ClockWait:
-    """One wait. A class and no generator, and no entry of its own in the registry: every request passes through."""
+    """One wait. Every request passes through one, so this is no generator and has no registry entry of its own."""
 
     __slots__ = ("_clock", "end", "scope", "since", "subject", "timeout_s", "what")
 
@@ -130,7 +133,7 @@ class _ClockWait:
         clock = self._clock
         self.since = time.monotonic()
         self.end = clock._clock.time(self.since) + self.timeout_s
-        """What the clock shows then."""
+        """The reading of the clock at the deadline."""
         self.scope = anyio.CancelScope(deadline=clock._clock.when(self.end))
         self.scope.__enter__()
         clock._waits[self] = None

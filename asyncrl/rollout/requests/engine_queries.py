@@ -1,15 +1,18 @@
-"""EngineQueries: what the rollout side says to engines themselves: which requests are to end, and how busy are they?
+"""EngineQueries: calls of the rollout side to engines themselves: end these requests; how busy are you?
 
-The router proxies neither, so it is asked for its engines and each of them is spoken to. Invariants
-- A session of its own: nothing here ever queues behind generation, however many requests are in flight.
-- Every call is bounded; an engine that does not answer costs the others nothing, and raises nothing.
-- A router that is down is no obstacle: the engines that it named last are spoken to.
+The router forwards neither, so these calls ask the router for its engines and then go to each of them.
+
+Invariants
+- An HTTP session of its own: no call here ever queues behind generation, however many requests are in flight.
+- Every call is bounded. An engine that does not answer costs the other engines nothing, and raises nothing.
+- While the router is down, calls go to the engines that it named last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -17,11 +20,12 @@ import anyio
 import msgspec
 
 from asyncrl.observability.waits import waiting
+from asyncrl.tasks import run_all
 
 _CALL_TIMEOUT_S = 3.0
-"""For one call; measured below 30 ms, also on an engine that is paused."""
+"""Longest wait for one answer; measured below 30 ms, also on an engine that is paused."""
 _PER_ENGINE = 8
-"""Calls to one engine at once."""
+"""Most calls to one engine at once."""
 _KEEPALIVE_S = 4.0  # below the 5 s after which an engine closes an idle connection
 T = TypeVar("T")
 
@@ -33,17 +37,17 @@ class EngineLoad:
     running: int
     """Requests that it decodes."""
     waiting: int
-    """Requests in its queue, those included that lost their KV again for want of memory."""
+    """Requests in its queue, including requests that lost their KV again for want of memory."""
     token_usage: float
     """Fraction of its KV pool that requests hold."""
 
 
 @dataclass(slots=True)
-class Told:
-    """How far the telling of a batch of ids has come."""
+class AbortProgress:
+    """How far `EngineQueries.abort` has come."""
 
     engines: int = 0
-    """That the router knows."""
+    """Engines that the router knows."""
     heard: int = 0
     """Engines that took all of it."""
 
@@ -79,7 +83,7 @@ class EngineQueries:
         )
 
     async def aclose(self) -> None:
-        """Idempotent."""
+        """Closes the connections. Idempotent."""
         await self._session.close()
 
     async def engines(self) -> tuple[str, ...]:
@@ -89,13 +93,13 @@ class EngineQueries:
             self._engines = tuple(worker.url.rstrip("/") for worker in found.workers)
         return self._engines
 
-    async def abort(self, rids: Sequence[str], told: Told) -> None:
-        """Ends the requests of these ids wherever they run; `told` holds at any time, should this be cut off.
+    async def abort(self, rids: Sequence[str], progress: AbortProgress) -> None:
+        """Ends the requests of these ids wherever they run; `progress` is kept true, also when this is cancelled.
 
-        An engine that does not know an id ignores it. One that does not answer is asked no further.
+        An engine that does not know an id ignores it. An engine that does not answer gets no further ids.
         """
         engines = await self.engines()
-        told.engines = len(engines)
+        progress.engines = len(engines)
 
         async def one(engine: str) -> None:
             silent = False
@@ -110,31 +114,24 @@ class EngineQueries:
             async with anyio.create_task_group() as workers:
                 for _ in range(min(_PER_ENGINE, len(rids))):
                     workers.start_soon(worker)
-            told.heard += not silent
+            progress.heard += not silent
 
-        async with anyio.create_task_group() as tasks:
-            for engine in engines:
-                tasks.start_soon(one, engine)
+        await run_all(*(partial(one, engine) for engine in engines))
 
     async def loads(self) -> tuple[EngineLoad, ...]:
-        """Of all engines that answer, one entry for each."""
-        loads: list[EngineLoad] = []
+        """The load of each engine that answers."""
+        calls = [partial(self._load, engine) for engine in await self.engines()]
+        return tuple(load for load in await run_all(*calls) if load is not None)
 
-        async def one(engine: str) -> None:
-            found = _decode(await self._call("GET", engine, "/v1/loads?include=core"), _Loads)
-            if found is not None and found.loads:
-                loads.append(
-                    EngineLoad(
-                        running=sum(load.num_running_reqs for load in found.loads),
-                        waiting=sum(load.num_waiting_reqs for load in found.loads),
-                        token_usage=max(load.token_usage for load in found.loads),
-                    )
-                )
-
-        async with anyio.create_task_group() as tasks:
-            for engine in await self.engines():
-                tasks.start_soon(one, engine)
-        return tuple(loads)
+    async def _load(self, engine: str) -> EngineLoad | None:
+        found = _decode(await self._call("GET", engine, "/v1/loads?include=core"), _Loads)
+        if found is None or not found.loads:
+            return None
+        return EngineLoad(
+            running=sum(load.num_running_reqs for load in found.loads),
+            waiting=sum(load.num_waiting_reqs for load in found.loads),
+            token_usage=max(load.token_usage for load in found.loads),
+        )
 
     async def _call(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> bytes | None:
         """The body of a good answer, else None."""

@@ -1,17 +1,17 @@
-"""GenerateClient: sends prompts to the router's /generate and brings back what was sampled, come what may.
+"""GenerateClient: sends prompts to the router's /generate and brings the answers back, through every failure.
 
 Invariants
-- Each attempt has its own id: client nonce, sample id, attempt number; so several clients may share a router. None
-  begins another, because the engine aborts by prefix, and none is used twice, because it refuses an id it has seen a
-  moment ago.
-- Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. Their clock stands
-  still while engines are paused (`engine_clock.py`).
-- An attempt that ended without an answer is given up (`on_given_up`): an engine may still be at work on it.
-- What an aborted attempt had generated is part of the answer, where it is to be kept (`partial.py`).
-- While it is held nothing is sent, what is sent again included.
-- Once weights of a step were published, an answer made by others of which no step is known is none: an engine that was
-  just started again must not be asked before it holds what was published, and if it is all the same, it is a failure.
-- One session, whose pool is as large as the number of requests in flight: a smaller one would queue them unseen.
+- Each attempt has its own id: client nonce, sample id, turn, attempt number. So several clients may share a router. No
+  id begins another one, because an engine aborts by prefix; none is used twice, because an engine refuses an id that it
+  saw a moment ago.
+- Each attempt has a deadline, and each failure goes through `retry.py`: nothing is retried for ever. The clock of the
+  deadlines stands still while engines are paused (`engine_clock.py`).
+- An attempt that ended without an answer is given up (`RequestObserver.given_up`): an engine may still work on it.
+- What an aborted attempt had generated becomes part of the answer, where it is to be kept (`partial.py`).
+- While the client is held it sends nothing, repeated attempts included.
+- Once weights of a step were published, an answer made by weights without a step is a failure: an engine that was just
+  started again must not be asked before it holds what was published.
+- One HTTP session, whose pool is as large as the number of requests in flight: a smaller one would queue them unseen.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from __future__ import annotations
 import random
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import aiohttp
 import anyio
-import anyio.lowlevel
 import msgspec
 from msgspec.structs import replace
 
@@ -45,6 +44,7 @@ from asyncrl.rollout.requests.wire import (
     decode_answer,
     encode_request,
 )
+from asyncrl.tasks import Changes
 
 _CONNECT_TIMEOUT_S = 10.0  # loopback or cluster network: a connection that takes longer will not come
 _KEEPALIVE_S = (
@@ -56,17 +56,57 @@ _ROUTER_ERROR = "X-SMG-Error-Code"
 _KNOWS_NO_ENGINE = "model_not_found"  # smg's word, with a 404, for what sglang-router answers 503
 
 
-def _ignore(rid: str, reason: str) -> None:
-    """Engines find out by themselves."""
+def request_id(nonce: str, sample_id: str, turn: int, attempt: int) -> str:
+    """The id of one attempt.
 
-
-def request_id(nonce: str, sample_id: str, attempt: int) -> str:
-    """Of one attempt. No such id begins another one: an engine that is to abort one aborts all that begin like it."""
-    return f"{nonce}-{sample_id}.{attempt:04d}"
+    A dot follows the turn, so the id of turn 1 does not begin that of turn 10; attempt numbers have one width.
+    """
+    return f"{nonce}-{sample_id}{f't{turn}' if turn else ''}.{attempt:04d}"
 
 
 class GenerationFailed(Exception):
-    """A sample's last attempt failed; the message is the reason that is kept with the sample."""
+    """The last attempt of a request failed; the message is the reason that is kept with the sample."""
+
+
+class RequestObserver(Protocol):
+    """Learns what happens to the attempts of a client. Its methods must return at once."""
+
+    def failed(self, failure: RequestFailed) -> None:
+        """An attempt failed."""
+
+    def given_up(self, rid: str, reason: str) -> None:
+        """The attempt of this id ended without an answer: an engine may still work on it."""
+
+
+class Unobserved:
+    """A RequestObserver that ignores everything: engines find out by themselves."""
+
+    def failed(self, failure: RequestFailed) -> None:
+        """Ignores it."""
+
+    def given_up(self, rid: str, reason: str) -> None:
+        """Ignores it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a client sends requests and reads answers."""
+
+    vocab_size: int
+    """Token ids of an answer are below it."""
+    concurrency: int
+    """Connections at most."""
+    timeout_s: float
+    """Longest wait for one answer, by the clock of the engines."""
+    retry: RetryPolicy
+    sticky: Literal["off", "group", "sample"] = "off"
+    """Which requests ask for the same engine."""
+    keeps_kv: bool = False
+    """Engines keep the KV of running requests, and their prefix caches, when weights change. A request then shares KV
+    only with requests of this client that were sent under the same weights (`GenerateClient.published`): an engine that
+    outlives its jobs has met other weights of the same version."""
+    detokenize: Detokenize | None = None
+    """What an aborted request had generated is kept, and the next attempt goes on from there; None: it begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +114,10 @@ class ClientStatistics:
     """A snapshot."""
 
     in_flight: int
-    """Samples being generated: on the wire, or waiting to be sent again."""
+    """Requests that are on the wire, or wait to be sent again."""
     completed: int
     failed: int
-    """Samples given up."""
+    """Requests given up."""
     failed_attempts: Mapping[RequestFault, int]
 
 
@@ -87,49 +127,23 @@ class GenerateClient:
     def __init__(
         self,
         router_url: str,
+        options: RequestOptions,
         *,
-        vocab_size: int,
-        concurrency: int,
-        timeout_s: float,
-        policy: RetryPolicy,
-        sticky: Literal["off", "group", "sample"] = "off",
-        on_failure: Callable[[RequestFailed], None] | None = None,
+        observer: RequestObserver | None = None,
         clock: EngineClock | None = None,
-        on_given_up: Callable[[str, str], None] = _ignore,
-        keeps_kv: bool = False,
-        detokenize: Detokenize | None = None,
     ) -> None:
-        """Sends nothing yet.
-
-        Args:
-            timeout_s: longest wait for one answer, by the clock of `clock`.
-            sticky: which requests ask for the same engine.
-            on_failure: hears of every failed attempt.
-            on_given_up: hears the id of every attempt that ended without an answer, and why.
-            keeps_kv: engines keep the KV of running requests, and their prefix caches, when weights change. Requests
-                then share KV with those of this client only that were sent under the same weights (`published`): an
-                engine that outlives its jobs has met other weights of the same version.
-            detokenize: what an aborted request had generated is kept, and the next attempt goes on from there; None:
-                it begins anew.
-        """
+        """Sends nothing yet. `clock` is the one that stands still while the engines are paused."""
         self._url = router_url.rstrip("/") + "/generate"
-        self._vocab_size = vocab_size
-        self._timeout_s = timeout_s
-        self._policy = policy
-        self._sticky: Literal["off", "group", "sample"] = sticky
-        self._on_failure = on_failure
+        self._options = options
+        self._observer: RequestObserver = observer or Unobserved()
         self._clock = clock or EngineClock()
-        self._on_given_up = on_given_up
-        self._keeps_kv = keeps_kv
-        self._detokenize = detokenize
         self._published: str | None = None
         self._by_step = False
         """Whether published versions name a step."""
         self._on_the_wire: set[str] = set()
-        self._answered: anyio.Event | None = None
-        """Somebody waits for answers; set with the next one."""
+        self._answers = Changes()
         self._held = 0
-        self._released = anyio.Event()
+        self._released = Changes()
         self._nonce = secrets.token_hex(4)
         self._random = random.Random()
         self._in_flight = 0
@@ -137,7 +151,7 @@ class GenerateClient:
         self._failed = 0
         self._failed_attempts: Counter[RequestFault] = Counter()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=options.concurrency, keepalive_timeout=_KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
@@ -151,10 +165,11 @@ class GenerateClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connections; engines free what was still running for them. Idempotent."""
+        """Closes the connections; engines free what still runs for them. Idempotent."""
         await self._session.close()
 
     def statistics(self) -> ClientStatistics:
+        """Counts since the client was made."""
         return ClientStatistics(self._in_flight, self._completed, self._failed, dict(self._failed_attempts))
 
     @property
@@ -165,9 +180,7 @@ class GenerateClient:
     async def answered(self, rids: Collection[str]) -> None:
         """Returns when none of these attempts is on the wire; each has its deadline."""
         while not self._on_the_wire.isdisjoint(rids):
-            await anyio.lowlevel.checkpoint_if_cancelled()  # others may be answered in every turn of the loop
-            self._answered = self._answered or anyio.Event()
-            await self._answered.wait()
+            await self._answers.wait()
 
     def published(self, version: str) -> None:
         """Engines hold `version` now."""
@@ -176,58 +189,66 @@ class GenerateClient:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Sends nothing, while what is on the wire goes on."""
+        """Sends nothing, while requests on the wire go on."""
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
-            if not self._held:
-                self._released.set()
-                self._released = anyio.Event()
+            self._released.notify()
 
-    async def generate(self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> Generation:
-        """One response to one prompt. Raises GenerationFailed when the policy gives up."""
-        history, attempt = _UNTRIED, 0
-        partial: PartialRollout | None = None
+    async def generate(
+        self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, *, turn: int = 0
+    ) -> Generation:
+        """The answer to one request: that of number `turn` of a sample. Raises GenerationFailed."""
         self._in_flight += 1
         try:
-            while True:
-                try:
-                    generation = await self._attempt(
-                        request_id(self._nonce, sample_id, attempt),
-                        input_ids if partial is None else partial.input_ids,
-                        sampling_params if partial is None else partial.sampling_params,
-                        self._headers(sample_id, history.failures),
-                    )
-                except AttemptFailed as failure:
-                    if self._detokenize is not None and failure.partial is not None:
-                        partial = partial or PartialRollout.begin(input_ids, sampling_params)
-                        partial = partial.extended(failure.partial)
-                        if (end := partial.end) is not None:
-                            self._completed += 1
-                            return partial.whole(end, self._detokenize)
-                    history, delay_s = self._policy.after(
-                        history, failure.kind, self._random.random(), failure.retry_after_s
-                    )
-                    self._report(sample_id, attempt, failure, retried=delay_s is not None)
-                    if delay_s is None:
-                        self._failed += 1
-                        raise GenerationFailed(f"{failure} (attempt {attempt + 1}, the last)") from failure
-                    # by the engines' clock: paused ones have nothing to come back to
-                    await self._clock.sleep(delay_s, "next attempt", f"router, after {failure.kind} of {sample_id}")
-                    attempt += 1
-                else:
-                    self._completed += 1
-                    if partial is None or self._detokenize is None:
-                        return generation
-                    return partial.extended(generation).whole(generation.finish_reason, self._detokenize)
+            generation = await self._until_answered(sample_id, turn, input_ids, sampling_params)
+        except GenerationFailed:
+            self._failed += 1
+            raise
         finally:
             self._in_flight -= 1
+        self._completed += 1
+        return generation
+
+    async def _until_answered(
+        self, sample_id: str, turn: int, input_ids: msgspec.Raw, sampling_params: msgspec.Raw
+    ) -> Generation:
+        """Attempt after attempt. Raises GenerationFailed when the policy gives up."""
+        history, attempt, detokenize = _UNTRIED, 0, self._options.detokenize
+        partial: PartialRollout | None = None
+        while True:
+            try:
+                generation = await self._attempt(
+                    request_id(self._nonce, sample_id, turn, attempt),
+                    input_ids if partial is None else partial.input_ids,
+                    sampling_params if partial is None else partial.sampling_params,
+                    self._headers(sample_id, history.failures),
+                )
+            except AttemptFailed as failure:
+                if detokenize is not None and failure.partial is not None:
+                    partial = partial or PartialRollout.begin(input_ids, sampling_params)
+                    partial = partial.extended(failure.partial)
+                    if (end := partial.end) is not None:
+                        return partial.whole(end, detokenize)
+                history, delay_s = self._options.retry.after(
+                    history, failure.kind, self._random.random(), failure.retry_after_s
+                )
+                self._report(sample_id, attempt, failure, retried=delay_s is not None)
+                if delay_s is None:
+                    raise GenerationFailed(f"{failure} (attempt {attempt + 1}, the last)") from failure
+                # By the clock of the engines: while they are paused there is no use in sending again.
+                await self._clock.sleep(delay_s, "next attempt", f"router, after {failure.kind} of {sample_id}")
+                attempt += 1
+            else:
+                if partial is None or detokenize is None:
+                    return generation
+                return partial.extended(generation).whole(generation.finish_reason, detokenize)
 
     def _headers(self, sample_id: str, failures: int) -> Mapping[str, str]:
-        """Of an attempt after so many in which the engine failed: it asks for another engine than those before."""
-        key = routing_key(self._sticky, f"{self._nonce}-{sample_id}")  # others may send to the same router
+        """Headers of an attempt after `failures` failures of the engine: it asks for another engine than those."""
+        key = routing_key(self._options.sticky, f"{self._nonce}-{sample_id}")  # others may send to the same router
         if key is None:
             return _HEADERS
         return {**_HEADERS, ROUTING_KEY_HEADER: f"{key}~{failures}" if failures else key}
@@ -237,33 +258,31 @@ class GenerateClient:
     ) -> Generation:
         while self._held:
             await self._released.wait()
-        sent_under = self._published if self._keeps_kv else None
+        sent_under = self._published if self._options.keeps_kv else None
         extra_key = None if sent_under is None else f"{self._nonce}-{sent_under}"
         request = encode_request(rid, input_ids, sampling_params, extra_key)
         self._on_the_wire.add(rid)
         try:
-            with self._clock.waiting("response", rid, self._timeout_s):
+            with self._clock.waiting("response", rid, self._options.timeout_s):
                 async with self._session.post(self._url, data=request, headers=headers) as response:
                     body = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise AttemptFailed(RequestFault.UNREACHABLE, str(error)) from error
         except TimeoutError as error:
-            self._on_given_up(rid, RequestFault.TIMED_OUT)
+            self._observer.given_up(rid, RequestFault.TIMED_OUT)
             raise AttemptFailed(RequestFault.TIMED_OUT, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            self._on_given_up(rid, RequestFault.DISCONNECTED)
+            self._observer.given_up(rid, RequestFault.DISCONNECTED)
             raise AttemptFailed(RequestFault.DISCONNECTED, f"{type(error).__name__}: {error}") from error
         except anyio.get_cancelled_exc_class():
-            self._on_given_up(rid, "cancelled")
+            self._observer.given_up(rid, "cancelled")
             raise
         finally:
             self._on_the_wire.remove(rid)
-            if self._answered is not None:
-                self._answered.set()
-                self._answered = None
+            self._answers.notify()
         no_engine = response.status == 404 and response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
         try:
-            generation = decode_answer(503 if no_engine else response.status, body, self._vocab_size)
+            generation = decode_answer(503 if no_engine else response.status, body, self._options.vocab_size)
         except AttemptFailed as failure:
             failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))
             if failure.partial is not None:
@@ -278,19 +297,18 @@ class GenerateClient:
                 if step_of(span.version) is None:
                     made = f"tokens {span.start}-{span.end} were made by weights {span.version!r}"
                     raise AttemptFailed(RequestFault.MALFORMED, f"{made}, which nobody published")
-        if not self._keeps_kv:
+        if not self._options.keeps_kv:
             return generation
         return replace(generation, versions=attribute_steps_in_flight(generation.versions, sent_under))
 
     def _report(self, sample_id: str, attempt: int, failure: AttemptFailed, *, retried: bool) -> None:
         self._failed_attempts[failure.kind] += 1
-        if self._on_failure is not None:
-            self._on_failure(
-                RequestFailed(
-                    sample_id=sample_id,
-                    request_attempt=attempt,
-                    failure=failure.kind,
-                    detail=failure.detail,
-                    retried=retried,
-                )
+        self._observer.failed(
+            RequestFailed(
+                sample_id=sample_id,
+                request_attempt=attempt,
+                failure=failure.kind,
+                detail=failure.detail,
+                retried=retried,
             )
+        )

@@ -1,7 +1,7 @@
-"""Partial rollouts: what an aborted request had generated is kept, and the next attempt goes on from there. Pure.
+"""Partial rollouts: the tokens of an aborted request are kept, and the next attempt goes on after them. Pure.
 
-The engine samples the rest after prompt and kept tokens, under whatever weights it holds then; it computes their KV
-anew, so that each token's log-prob is exact for the weights that its version names.
+The engine samples the rest after the prompt and the kept tokens, under the weights that it holds then. It computes
+their KV anew, so the log-prob of each token is exact for the weights that its version names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Detokenize = Callable[[NDArray[np.int32]], str]
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """A response in the making, as `begin` and `extended` make it: what is to be asked next, and what is there."""
+    """A response in the making: what the next attempt sends, and what is there."""
 
     input_ids: msgspec.Raw
     """JSON array of the prompt and what was generated."""
@@ -41,7 +41,7 @@ class PartialRollout:
         return cls(input_ids, sampling_params, np.empty(0, np.int32), np.empty(0, np.float32), ())
 
     def extended(self, piece: Generation) -> PartialRollout:
-        """With what one more attempt generated."""
+        """The response after one more attempt generated `piece`."""
         sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
         sampling["max_new_tokens"] -= len(piece.output_ids)
         ids = msgspec.json.encode(piece.output_ids.tolist())
@@ -55,20 +55,23 @@ class PartialRollout:
 
     @property
     def end(self) -> FinishReason | None:
-        """How it ended, where the abort came with its last token; nothing is to be generated after that."""
+        """How the response ended, where the abort came with its last token; None while there is more to generate."""
         sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
         if len(self.output_ids) and int(self.output_ids[-1]) in sampling.get("stop_token_ids", ()):
             return "stop"
         return None if sampling["max_new_tokens"] > 0 else "length"
 
     def whole(self, finish_reason: FinishReason, detokenize: Detokenize) -> Generation:
-        """The response, which has come to its end. Its text is that of all tokens together, as an abort may cut a
-        character in two; without the token that stopped it, as the engine has it."""
+        """The whole response, which has ended.
+
+        Its text is decoded from all tokens together, because an abort may cut a character in two; like the engine's,
+        it leaves out the token that stopped the response.
+        """
         ids = self.output_ids[:-1] if finish_reason == "stop" else self.output_ids
         return Generation(self.output_ids, self.logprobs, finish_reason, self.versions, detokenize(ids))
 
     def _with_spans(self, more: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-        """The spans so far, and those of the tokens that follow, counted on."""
+        """The spans so far, and `more` counted on after them."""
         spans, offset = list(self.versions), len(self.output_ids)
         for span in more:
             if spans and spans[-1].version == span.version:

@@ -1,10 +1,11 @@
 """When a failed generation request is sent again: a pure policy, without clock or randomness.
 
-Two budgets. Failures in which an engine may have worked in vain (connection lost, 5xx, silence, abort, broken answer)
-are counted: `retries` of them per sample. Failures in which nothing was taken on (429, 503, nobody listening) cost no
-attempt: they are waited out with growing pauses for `patience_s` in all, so that a restart of the router or a full
-queue loses no sample; likewise aborts, where it is updates of the weights that abort. Where the answer names a time
-(Retry-After), nothing is sent before it. What the engine refuses (4xx) is the sample's own error and never sent again.
+There are two budgets. A failure after which an engine may have worked in vain (connection lost, 5xx, silence, abort,
+broken answer) is counted: a request has `retries` of them. A failure in which no engine took the request (429, 503, no
+listener) is waited out: with growing pauses, for `patience_s` in all, so that a restart of the router or a full queue
+loses no sample. Aborts are waited out too, where updates of the weights abort requests. Where the answer names a time
+(Retry-After), nothing is sent before it. A request that the engine refuses (4xx) is wrong in itself and never sent
+again.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class RequestFault(StrEnum):
     BUSY = "busy"
     """429 or 503: come again later."""
     UNREACHABLE = "unreachable"
-    """Nobody accepts connections at the router's address."""
+    """No process accepts connections at the router's address."""
     REFUSED = "refused"
     """Any other 4xx: this request can never succeed."""
 
 
 WAITED_OUT = frozenset({RequestFault.BUSY, RequestFault.UNREACHABLE})
 MOST_ATTEMPTS = 10_000
-"""Of one sample: the width of their numbers in request ids."""
+"""Most attempts of one request: the width of their numbers in request ids."""
 
 
 def parse_retry_after(header: str | None, now: datetime) -> float | None:
@@ -62,14 +63,14 @@ def parse_retry_after(header: str | None, now: datetime) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RetryHistory:
-    """What one sample has been through."""
+    """The failures of one request so far."""
 
     failures: int = 0
-    """Attempts that counted."""
+    """Failures that were counted."""
     pauses: int = 0
-    """Attempts that did not."""
+    """Failures that were waited out."""
     paused_s: float = 0.0
-    """Time spent waiting them out."""
+    """Seconds of the pauses for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +78,22 @@ class RetryPolicy:
     """Decides after each failure; see the module's docstring."""
 
     retries: int
-    """Counted failures after which another attempt is still made."""
+    """Most counted failures after which another attempt is made."""
     patience_s: float
-    """Longest total pause for failures that do not count."""
+    """Longest total pause for failures that are waited out."""
     first_delay_s: float = 0.1
     """Pause after the first failure; doubles with each (long enough for a router to notice a dead engine)."""
     longest_delay_s: float = 5.0
     waited_out: frozenset[RequestFault] = WAITED_OUT
-    """Failures that do not count."""
+    """The failures that are waited out."""
 
     def after(
         self, history: RetryHistory, kind: RequestFault, jitter: float, retry_after_s: float | None = None
     ) -> tuple[RetryHistory, float | None]:
         """The new history, and the pause in seconds before the next attempt; None gives up.
 
-        `jitter` in [0, 1) spreads the pause over [½, 1½) of its nominal length: a crowd must not return at once. After
-        `retry_after_s` it begins, in so far as patience allows: a time beyond it is cut to what is left.
+        `jitter` in [0, 1) spreads the pause over [½, 1½) of its nominal length, so that a crowd does not return at
+        once. `retry_after_s` comes on top of it, cut to the patience that is left.
         """
         if kind is RequestFault.REFUSED or history.failures + history.pauses + 1 >= MOST_ATTEMPTS:
             return replace(history, failures=history.failures + 1), None

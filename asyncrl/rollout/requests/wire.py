@@ -5,8 +5,8 @@ Invariants
 - An answer passes only if it can be what was sampled: ids within the vocabulary, as many finite log-probs, version
   spans that cover every token and none of them torn.
 
-Only what is needed is decoded: msgspec skips the rest without building objects. An answer of 1,000 tokens costs some
-0.2 ms of the event loop, most of what a sample costs in all, so how it is decoded was chosen by measurement.
+Only the fields that are used are decoded: msgspec skips the others without building objects. An answer of 1,000 tokens
+costs some 0.2 ms of the event loop, most of the cost of a sample, so the way of decoding was chosen by measurement.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class AttemptFailed(Exception):
         self.kind = kind
         self.detail = detail
         self.retry_after_s: float | None = None
-        """Before that, the answer says, it is of no use to come again."""
+        """Seconds before which, as the answer says, another attempt is of no use."""
         self.partial: Generation | None = None
-        """What an aborted request had generated."""
+        """The tokens that an aborted request had generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class _Finish(msgspec.Struct):
 
 
 TokenId = TypeVar("TokenId", bound=int)
-"""An id within the vocabulary, which the decoder sees to."""
+"""An id within the vocabulary; the decoder checks it."""
 
 
 class _Token(msgspec.Struct, array_like=True, gc=False):
-    """`[logprob, id, text]`, of which only the first is read: the engine lists the ids once more, as `output_ids`.
+    """`[logprob, id, text]`, of which only the first is read: the engine repeats the ids as `output_ids`.
 
-    Thousands live for an instant: the collector must not visit them.
+    Thousands live for an instant: the garbage collector must not visit them.
     """
 
     logprob: float
@@ -131,7 +131,7 @@ def _decoder(vocab_size: int) -> msgspec.json.Decoder[_Answer[int]]:
 
 
 def encode_prompt(token_ids: NDArray[np.int32], vocab_size: int) -> msgspec.Raw:
-    """The JSON array `input_ids`; ValueError for an id outside the engine's embedding, which would die of it."""
+    """The JSON array `input_ids`; ValueError for an id outside the engine's embedding, which would kill the engine."""
     if len(token_ids) == 0 or int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ValueError(f"token ids must be in [0, {vocab_size}) and at least one")
     return msgspec.Raw(_ENCODER.encode(token_ids.tolist()))
@@ -140,7 +140,7 @@ def encode_prompt(token_ids: NDArray[np.int32], vocab_size: int) -> msgspec.Raw:
 def encode_request(
     rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, extra_key: str | None = None
 ) -> bytes:
-    """`extra_key` keeps apart what shares KV: a prompt is served from the prefix cache of requests of the same key."""
+    """The body of a request. Only requests with the same `extra_key` share KV in the engine's prefix cache."""
     return _ENCODER.encode(
         _Request(rid, input_ids, sampling_params, extra_key=msgspec.UNSET if extra_key is None else extra_key)
     )
@@ -149,9 +149,9 @@ def encode_request(
 def attribute_steps_in_flight(versions: Sequence[VersionSpan], sent_under: str | None) -> tuple[VersionSpan, ...]:
     """Spans that never name newer weights than those that made a token, for engines that are paused in place.
 
-    Such a pause leaves a decoding step in flight, where the engine prepares one while the last is computed: its token
-    was made by the weights before, and is stamped with those that came. So the first token of each span counts with
-    the span before it, and that of the first one with the weights that the request was sent under.
+    An engine may prepare a decoding step while the last one is computed. Such a step is in flight during the pause: the
+    old weights make its token, and the engine stamps it with the new ones. So the first token of each span counts with
+    the span before it, and the first token of all with the weights that the request was sent under (`sent_under`).
     """
     shifted: list[VersionSpan] = []
     before = sent_under if sent_under is not None or not versions else versions[0].version
@@ -167,7 +167,7 @@ def attribute_steps_in_flight(versions: Sequence[VersionSpan], sent_under: str |
 
 
 def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:
-    """The generation in an HTTP answer, or AttemptFailed with the kind of failure that it is."""
+    """The generation in an HTTP answer. Raises AttemptFailed with the kind of failure."""
     if status != 200:
         raise AttemptFailed(_kind_of_status(status), f"HTTP {status}: {_error_text(body)}")
     try:
@@ -185,7 +185,7 @@ def decode_answer(status: int, body: bytes, vocab_size: int) -> Generation:
 
 
 def _generation(answer: _Answer[int]) -> Generation:
-    """Checked; AttemptFailed where it cannot be what was sampled."""
+    """The checked generation; AttemptFailed for an answer that cannot be what was sampled."""
     meta, ids = answer.meta_info, answer.output_ids
     if not ids or len(ids) != len(meta.output_token_logprobs):
         raise AttemptFailed(
@@ -201,12 +201,12 @@ def _generation(answer: _Answer[int]) -> Generation:
 
 
 def _int32(values: list[int]) -> NDArray[np.int32]:
-    """`struct` is three times as fast as numpy at reading a list."""
+    """The ids as an array: `struct` reads a list three times as fast as numpy."""
     return np.frombuffer(struct.pack(f"<{len(values)}i", *values), "<i4")
 
 
 def _float32(tokens: list[_Token]) -> NDArray[np.float32]:
-    """The log-probs; AttemptFailed for one that float32 cannot hold, so that all are finite: JSON has no others."""
+    """The log-probs; AttemptFailed for one that float32 cannot hold. JSON has no infinities, so all are finite."""
     try:
         packed = struct.pack(f"<{len(tokens)}f", *[token.logprob for token in tokens])
     except (struct.error, OverflowError) as error:
@@ -215,7 +215,7 @@ def _float32(tokens: list[_Token]) -> NDArray[np.float32]:
 
 
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover [0, count) without gap; from `weight_version` where the engine lists none."""
+    """Spans that cover [0, count) without a gap; one span of `weight_version` where the engine lists none."""
     if meta.weight_versions is None:
         spans: tuple[VersionSpan, ...] = (VersionSpan(meta.weight_version, 0, count),)
     else:
@@ -241,7 +241,7 @@ def _kind_of_status(status: int) -> RequestFault:
 
 
 def _error_text(body: bytes) -> str:
-    """The message inside an error body, whichever of the usual shapes it has."""
+    """The message inside an error body of one of the usual shapes."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

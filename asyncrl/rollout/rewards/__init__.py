@@ -1,1 +1,5 @@
-"""Reward functions: `reward(sample, prompt, **args) -> float`, sync or async, by name or dotted path."""
+"""Reward functions, sync or async, by name or dotted path.
+
+A function scores one sample, `reward(sample, prompt, **args) -> float`, or with `reward.scope = group` all samples of a
+prompt, `reward(samples, prompt, **args) -> list[float | None]`.
+"""

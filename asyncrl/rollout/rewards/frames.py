@@ -1,27 +1,28 @@
-"""What driver and reward worker say to each other: length-prefixed msgpack frames over a unix socket.
+"""What driver and reward worker send each other: length-prefixed msgpack frames over a unix socket.
 
-    worker → Started(error)            once, after importing the function
-    driver → Setup                     first
-    driver → ScoreCall        worker → ScoreOutcome      one at a time, with the number of the job
+    driver → Setup            worker → Started(error)    once, after importing the function
+    driver → ScoreCall        worker → ScoreOutcome      one at a time, with the number of the call
 
 Arrays travel as raw bytes. Nothing is pickled. The function that runs in the worker may do anything with its socket:
-what comes back is believed only if it is an answer to the job that was sent.
+the driver believes a frame only if it is an answer to the call that was sent.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncrl.data.sample import FinishReason, Prompt, Sample, TokenSequence, Turn, VersionSpan
+from asyncrl.rollout.rewards.result import RewardScope, Score
 
 HEADER = struct.Struct("<I")
 """Length of the frame that follows, in bytes."""
 LONGEST_ANSWER_BYTES = 1 << 20
-"""Of a worker's frames, which hold a number or one line of text, in any case."""
+"""Longest frame of a worker: a number or one line of text for each sample of a group."""
 
 
 class Setup(msgspec.Struct):
@@ -29,11 +30,14 @@ class Setup(msgspec.Struct):
 
     function: str
     args: dict[str, Any]
+    scope: RewardScope
     directory: str
     import_path: list[str]
 
 
 class Started(msgspec.Struct):
+    """The function was imported, or why not."""
+
     error: str | None
 
 
@@ -46,26 +50,34 @@ class TurnFrame(msgspec.Struct):
     versions: tuple[VersionSpan, ...]
 
 
-class ScoreCall(msgspec.Struct):
-    """One sample with its prompt."""
+class SampleFrame(msgspec.Struct):
+    """A Sample that was generated and not scored."""
 
-    number: int
-    """Counts the jobs of a worker."""
     sample_id: str
-    group_id: str
     sequences: list[list[TurnFrame]]
     finish_reason: FinishReason
     text: str
+
+
+class ScoreCall(msgspec.Struct):
+    """The samples that one call scores, and their prompt."""
+
+    number: int
+    """Counts the calls of a worker."""
+    group_id: str
+    samples: list[SampleFrame]
     prompt_id: str
     prompt_text: str
+    prompt_ids: bytes
     answer: str | None
     record: dict[str, Any]
 
 
 class ScoreOutcome(msgspec.Struct):
+    """The scores of one call, in the order of its samples."""
+
     number: int
-    reward: float | None
-    failure: str | None
+    scores: tuple[Score, ...]
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -74,25 +86,42 @@ def frame(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def job_of(number: int, sample: Sample, prompt: Prompt) -> ScoreCall:
+def call_of(number: int, samples: Sequence[Sample], prompt: Prompt) -> ScoreCall:
+    """What is sent to have `samples` (at least one, of one group) scored."""
     return ScoreCall(
         number=number,
-        sample_id=sample.sample_id,
-        group_id=sample.group_id,
-        sequences=[[_framed(turn) for turn in sequence.turns] for sequence in sample.sequences],
-        finish_reason=sample.finish_reason,
-        text=sample.text,
+        group_id=samples[0].group_id,
+        samples=[
+            SampleFrame(
+                sample.sample_id,
+                [[_framed(turn) for turn in sequence.turns] for sequence in sample.sequences],
+                sample.finish_reason,
+                sample.text,
+            )
+            for sample in samples
+        ],
         prompt_id=prompt.prompt_id,
         prompt_text=prompt.text,
+        prompt_ids=prompt.token_ids.tobytes(),
         answer=prompt.answer,
         record=prompt.record,
     )
 
 
-def sample_and_prompt(job: ScoreCall) -> tuple[Sample, Prompt]:
-    sequences = tuple(TokenSequence(tuple(_turn(frame) for frame in frames)) for frames in job.sequences)
-    sample = Sample(job.sample_id, job.group_id, sequences, job.finish_reason, job.text)
-    return sample, Prompt(job.prompt_id, job.prompt_text, sample.prompt_ids, job.answer, job.record)
+def samples_and_prompt(call: ScoreCall) -> tuple[tuple[Sample, ...], Prompt]:
+    """What `call_of` was given."""
+    samples = tuple(
+        Sample(
+            sample.sample_id,
+            call.group_id,
+            tuple(TokenSequence(tuple(_turn(frame) for frame in frames)) for frames in sample.sequences),
+            sample.finish_reason,
+            sample.text,
+        )
+        for sample in call.samples
+    )
+    prompt_ids = np.frombuffer(call.prompt_ids, np.int32)
+    return samples, Prompt(call.prompt_id, call.prompt_text, prompt_ids, call.answer, call.record)
 
 
 def _framed(turn: Turn) -> TurnFrame:

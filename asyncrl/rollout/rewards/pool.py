@@ -1,27 +1,25 @@
 """WorkerPool: runs a sync reward function in processes that can be killed.
 
+A call scores one sample, or all samples of a group.
+
 Invariants
-- One task owns one worker, sends it one sample at a time, and starts its clock when it sends: time spent in the queue
-  or in starting a worker is never held against a sample.
-- A worker that exceeds the time limit, dies, or closes its socket, fails the one sample it had; it is killed and
+- One task owns one worker, sends it one call at a time, and starts the clock of a call when it sends it: time spent in
+  the queue or in starting a worker never counts against a call.
+- A worker that exceeds the time limit, dies, or closes its socket fails the one call that it had. It is killed and
   replaced, and the queue goes on.
-- A replacement that cannot start is tried `_STARTS` times, with a pause between; then the pool ends with a RewardError
-  that says why. The loss of the host ends it at once.
-- An answer that is none, or to another job, fails the sample and costs the worker: the user's function may write to
-  whatever is open.
-- Who waits for a score may be cancelled at any time: the worker's protocol stays in step.
+- The start of a replacement is tried `_STARTS` times, with pauses between; then the pool ends with a RewardError that
+  says why. The loss of the host ends the pool at once.
+- A frame that is no answer to the call fails the call and costs the worker: the user's function may write to any open
+  descriptor.
+- A task that waits for a score may be cancelled at any time: the worker's protocol stays in step.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 import secrets
-import socket
-import struct
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,18 +27,17 @@ from typing import Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import structlog
-from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, TaskStatus
-from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.abc import SocketListener, SocketStream, TaskGroup, TaskStatus
 
 from asyncrl.data.sample import Prompt, Sample
 from asyncrl.errors import AsyncRLError, EngineError, HostLostError, RewardError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.observability.waits import WAITS, waiting
-from asyncrl.rollout.rewards.frames import HEADER, LONGEST_ANSWER_BYTES, ScoreOutcome, Setup, Started, frame, job_of
+from asyncrl.rollout.rewards.frames import ScoreOutcome, Setup, Started, call_of, frame
 from asyncrl.rollout.rewards.registry import RewardFunction
-from asyncrl.rollout.rewards.result import Score
+from asyncrl.rollout.rewards.result import Score, failed
+from asyncrl.rollout.rewards.worker_connection import Garbled, WorkerConnection, WorkerDied, is_ours
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -55,27 +52,33 @@ _PAUSE_S = 1.0  # times the starts that failed: what is short (processes, descri
 class ProcessHost(Protocol):
     """The part of the engine host that the pool needs."""
 
-    async def spawn(self, spec: ProcessSpec) -> int: ...
-    async def kill(self, name: str) -> ProcessExit: ...
-    async def wait(self, name: str) -> ProcessExit: ...
+    async def spawn(self, spec: ProcessSpec) -> int:
+        """Starts a process; its pid."""
+        ...
 
+    async def kill(self, name: str) -> ProcessExit:
+        """Kills a process and waits for its exit."""
+        ...
 
-class WorkerDied(Exception):
-    """The worker's socket closed."""
-
-
-class Garbled(Exception):
-    """What the worker sent is no answer to what it was asked."""
+    async def wait(self, name: str) -> ProcessExit:
+        """Waits for the exit of a process."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    sample: Sample
+    samples: Sequence[Sample]
     prompt: Prompt
     done: anyio.Event = field(default_factory=anyio.Event)
-    score: Score = field(default_factory=lambda: Score(None, "the reward workers were closed"))
+    outcome: tuple[Score, ...] | str = "the reward workers were closed"
+    """The scores, or why the call failed."""
     abandoned: bool = False
-    """Nobody waits any more."""
+    """No task waits for it any more."""
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """One for each sample."""
+        return failed(len(self.samples), self.outcome) if isinstance(self.outcome, str) else self.outcome
 
 
 class WorkerPool:
@@ -109,24 +112,24 @@ class WorkerPool:
         self._ended = anyio.Event()
         await task_group.start(self._run)
 
-    async def score(self, sample: Sample, prompt: Prompt) -> Score:
-        """The sample's score; a time limit, an exception or a dead worker becomes a failure."""
-        request = _Request(sample, prompt)
+    async def score(self, samples: Sequence[Sample], prompt: Prompt) -> tuple[Score, ...]:
+        """The scores of one call; a time limit, an exception or a dead worker becomes the failure of its samples."""
+        request = _Request(samples, prompt)
         try:
             self._send.send_nowait(request)
         except anyio.ClosedResourceError:
-            await anyio.lowlevel.checkpoint()  # who scores in a loop is to be cancelled all the same
-            return request.score
+            await anyio.lowlevel.checkpoint()  # a caller that scores in a loop can be cancelled all the same
+            return request.scores
         try:
             # Without a deadline: the queue is part of it, and the worker's own call has the time limit.
-            with WAITS.register("reward", f"{self._function.name} for {sample.sample_id}", math.inf):
+            with WAITS.register("reward", f"{self._function.name} for {self._function.subject(samples)}", math.inf):
                 await request.done.wait()
         finally:
             request.abandoned = True
-        return request.score
+        return request.scores
 
     async def aclose(self) -> None:
-        """Kills the workers; whoever still waits for a score gets a failure. Idempotent."""
+        """Kills the workers; calls that still wait fail. Idempotent."""
         self._scope.cancel()
         if self._ended is not None:
             with (
@@ -175,54 +178,57 @@ class WorkerPool:
             generation += 1
             self.replaced += 1
 
-    async def _serve_one(self, connection: _Connection, name: str) -> bool:
+    async def _serve_one(self, connection: WorkerConnection, name: str) -> bool:
         """Takes one request from the queue and resolves it; False when the worker is of no more use."""
         request = await self._receive.receive()
         try:
             if request.abandoned:
                 return True
-            request.score, usable = await self._score_on(connection, name, request)
+            request.outcome, usable = await self._score_on(connection, name, request)
             return usable
         finally:
             request.done.set()
 
-    async def _score_on(self, connection: _Connection, name: str, request: _Request) -> tuple[Score, bool]:
-        """The score, and whether the worker can go on."""
-        sample_id = request.sample.sample_id
+    async def _score_on(
+        self, connection: WorkerConnection, name: str, request: _Request
+    ) -> tuple[tuple[Score, ...] | str, bool]:
+        """The scores or why the call failed, and whether the worker can go on."""
+        samples = request.samples
+        scored = self._function.subject(samples)
         try:
             number = connection.next_number()
-            body = frame(job_of(number, request.sample, request.prompt))
+            body = frame(call_of(number, samples, request.prompt))
         except (TypeError, ValueError, OverflowError) as error:
-            return Score(None, f"the sample cannot be sent to a reward worker: {error}"), True
+            return f"the sample cannot be sent to a reward worker: {error}", True
         try:
-            with waiting("reward", f"{name} for {sample_id}", self._timeout_s):
+            with waiting("reward", f"{name} for {scored}", self._timeout_s):
                 await connection.send(body)
                 outcome = await connection.receive(ScoreOutcome)
-                if outcome.number != number:
-                    raise Garbled(f"an answer to job {outcome.number} instead of {number}")
+                if (outcome.number, len(outcome.scores)) != (number, len(samples)):
+                    raise Garbled(f"an answer to call {outcome.number} instead of {number}, or to other samples")
         except Garbled as error:
-            log.warning("reward worker garbled its answer; replaced", sample=sample_id, worker=name, reason=str(error))
-            return Score(None, "the reward worker's answer was garbled: the function writes to its socket"), False
+            log.warning("reward worker garbled its answer; replaced", scored=scored, worker=name, reason=str(error))
+            return "the reward worker's answer was garbled: the function writes to its socket", False
         except TimeoutError:
-            log.warning("reward timed out; worker replaced", sample=sample_id, worker=name)
-            return Score(None, f"the reward took longer than {self._timeout_s:g} s and was ended"), False
+            log.warning("reward timed out; worker replaced", scored=scored, worker=name)
+            return f"the reward took longer than {self._timeout_s:g} s and was ended", False
         except WorkerDied:
             ended = await self._exit_of(name)
             if ended is None:
-                log.warning("reward worker closed its socket; replaced", sample=sample_id, worker=name)
-                return Score(None, "the reward function closed its worker's socket, and the worker was ended"), False
-            log.warning("reward worker died; replaced", sample=sample_id, worker=name, returncode=ended.returncode)
-            return Score(None, f"the reward worker died (exit code {ended.returncode})"), False
-        return Score(outcome.reward, outcome.failure), True
+                log.warning("reward worker closed its socket; replaced", scored=scored, worker=name)
+                return "the reward function closed its worker's socket, and the worker was ended", False
+            log.warning("reward worker died; replaced", scored=scored, worker=name, returncode=ended.returncode)
+            return f"the reward worker died (exit code {ended.returncode})", False
+        return outcome.scores, True
 
     async def _exit_of(self, name: str) -> ProcessExit | None:
-        """Of a worker whose socket has closed; None when it lives on, and is left for `_worker` to kill."""
+        """The exit of a worker whose socket has closed; None when it lives on, and `_worker` is to kill it."""
         with suppress(TimeoutError), waiting("exit", name, _EXIT_S):
             return await self._host.wait(name)
         return None
 
     @asynccontextmanager
-    async def _worker(self, name: str) -> AsyncIterator[_Connection]:
+    async def _worker(self, name: str) -> AsyncIterator[WorkerConnection]:
         """A connected process that has imported the function, killed on the way out. Raises RewardError."""
         socket_name = f"asyncrl-{name}-{secrets.token_hex(16)}"
         spec = ProcessSpec(
@@ -250,11 +256,11 @@ class WorkerPool:
                 except TimeoutError as error:
                     raise RewardError(f"reward.function: {error}; see {spec.log_path}") from error
                 async with stream:
-                    connection = _Connection(stream)
+                    connection = WorkerConnection(stream)
                     await self._set_up(connection, spec)
                     yield connection
             finally:
-                # a host that is gone has taken the worker with it, and says so to whoever asks next
+                # A host that is gone has taken the worker with it; the next call of the host says so.
                 with anyio.CancelScope(shield=True), waiting("exit", name, _END_TIMEOUT_S), suppress(EngineError):
                     await self._host.kill(name)
 
@@ -275,7 +281,7 @@ class WorkerPool:
                         stream = await listener.accept()
                     except anyio.BrokenResourceError as error:
                         raise RewardError(f"{name}: no socket for it: {error.__cause__}") from error
-                    if _is_ours(stream):
+                    if is_ours(stream):
                         accepted.append(stream)
                     else:
                         await stream.aclose()
@@ -288,11 +294,12 @@ class WorkerPool:
             )
         return accepted[0]
 
-    async def _set_up(self, connection: _Connection, spec: ProcessSpec) -> None:
+    async def _set_up(self, connection: WorkerConnection, spec: ProcessSpec) -> None:
         function = self._function
         try:
             with waiting("import of the reward function", spec.name, _START_TIMEOUT_S):
-                await connection.send(frame(Setup(function.name, dict(function.args), function.directory, sys.path)))
+                setup = Setup(function.name, dict(function.args), function.scope, function.directory, sys.path)
+                await connection.send(frame(setup))
                 started = await connection.receive(Started)
         except TimeoutError as error:
             raise RewardError(f"reward.function: {error}; see {spec.log_path}") from error
@@ -311,42 +318,6 @@ class WorkerPool:
             ) from None
         if started.error is not None:
             raise RewardError(started.error)
-
-
-class _Connection:
-    """Frames over the worker's socket; WorkerDied when it closes, Garbled for what is no frame."""
-
-    def __init__(self, stream: SocketStream) -> None:
-        self._stream = stream
-        self._buffer = BufferedByteReceiveStream(stream)
-        self._numbers = itertools.count(1)
-
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    async def send(self, body: bytes) -> None:
-        try:
-            await self._stream.send(body)
-        except anyio.BrokenResourceError as error:
-            raise WorkerDied from error
-
-    async def receive(self, kind: type[T]) -> T:
-        try:
-            (size,) = HEADER.unpack(await self._buffer.receive_exactly(HEADER.size))
-            if size > LONGEST_ANSWER_BYTES:
-                raise Garbled(f"a frame of {size} bytes")
-            return msgspec.msgpack.decode(await self._buffer.receive_exactly(size), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Garbled(str(error)) from error
-        except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.EndOfStream) as error:
-            raise WorkerDied from error
-
-
-def _is_ours(stream: SocketStream) -> bool:
-    """An abstract socket has no permissions of its own: who connects is asked of the kernel."""
-    connection = stream.extra(SocketAttribute.raw_socket)
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.getuid())
 
 
 def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,4 +1,4 @@
-"""A reward worker: `python -m asyncrl.rollout.rewards.worker SOCKET`, one sample at a time, in the main thread.
+"""A reward worker: `python -m asyncrl.rollout.rewards.worker SOCKET`, one call at a time, in the main thread.
 
 SOCKET is the name of an abstract Unix socket. The main thread matters: time limits by SIGALRM (math-verify, sympy
 helpers) work nowhere else. There is no event loop and no torch here. The process ends when the socket does; when a call
@@ -16,12 +16,13 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RewardError
-from asyncrl.rollout.rewards.frames import HEADER, ScoreCall, ScoreOutcome, Setup, Started, frame, sample_and_prompt
+from asyncrl.rollout.rewards.frames import HEADER, ScoreCall, ScoreOutcome, Setup, Started, frame, samples_and_prompt
 from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
-from asyncrl.rollout.rewards.result import describe_exception, judge_result
+from asyncrl.rollout.rewards.result import describe_exception, failed
 
 
 def main(socket_name: str) -> None:
+    """Connects to the driver, imports the function that it names, and answers calls until the socket closes."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(f"\0{socket_name}")
     setup_body = _receive(connection)
@@ -31,7 +32,7 @@ def main(socket_name: str) -> None:
     os.chdir(setup.directory)
     sys.path.extend(path for path in setup.import_path if path not in sys.path)
     try:
-        reward = resolve_reward(setup.function, setup.args)
+        reward = resolve_reward(setup.function, setup.args, setup.scope)
     except RewardError as error:
         connection.sendall(frame(Started(str(error))))
         return
@@ -51,13 +52,13 @@ def _be_first_to_go() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _score(reward: RewardFunction, job: ScoreCall) -> ScoreOutcome:
-    sample, prompt = sample_and_prompt(job)
+def _score(reward: RewardFunction, call: ScoreCall) -> ScoreOutcome:
+    samples, prompt = samples_and_prompt(call)
     try:
-        score = judge_result(reward.call(sample, prompt))
-    except Exception as error:  # whatever the user's function raises is this sample's outcome
-        return ScoreOutcome(job.number, None, describe_exception(error))
-    return ScoreOutcome(job.number, score.reward, score.failure)
+        scores = reward.judge(reward(samples, prompt), len(samples))
+    except Exception as error:  # whatever the user's function raises is the outcome of these samples
+        scores = failed(len(samples), describe_exception(error))
+    return ScoreOutcome(call.number, scores)
 
 
 def _receive(connection: socket.socket) -> bytes | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.errors import RewardError, RolloutError
+from asyncrl.rollout.rewards.result import is_fault
 
 _MIN_DROPS = 8  # groups that one batch may lose even when it is small
 _MAX_FILTERED = 32  # batches' worth of groups that filters may take out while one is gathered
@@ -99,7 +100,7 @@ class FirstBatchCheck:
         """Takes a sample that was generated; returns an error as soon as the fraction is certain to be exceeded."""
         self.seen += 1
         self.closed = self.closed or self.seen > self.expected
-        if self.closed or sample.failure is None:
+        if self.closed or sample.failure is None or not is_fault(sample.failure):
             return None
         self.failed += 1
         self.first_failure = self.first_failure or sample.failure

@@ -17,7 +17,7 @@ from asyncrl.errors import RolloutError
 from asyncrl.rollout.scheduling.group import Group
 
 TRAINER = "trainer"
-"""The name of the only trainer, where the executor is not told of several."""
+"""The name of the only trainer, where the executor was given no names."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Group filters take finished groups out of training, each with a reason. The first objection counts.
 
-A filter is called in the event loop with a whole SampleGroup, failed samples included, and must be quick.
+A filter is called in the event loop with a whole SampleGroup, including its failed samples, and must be quick.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.rollout.rewards.result import describe_exception
 
 
 def zero_variance(group: SampleGroup) -> str | None:
-    """All rewards are equal: every advantage of GRPO would be 0."""
+    """Objects to a group whose rewards are all equal: every advantage of GRPO would be 0."""
     rewards = {sample.reward for sample in group.samples if sample.reward is not None}
     return "all rewards are equal" if len(rewards) == 1 else None
 
@@ -27,14 +27,14 @@ class Filters:
     """The filters that a configuration names."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Imports those of the user; raises ConfigError where that fails."""
+        """Imports the user's filters. Raises ConfigError where that fails."""
         self._filters: list[tuple[str, Callable[[SampleGroup], Any]]] = [
             (name, BUILTIN.get(name) or resolve_dotted_path(name, setting="rollout.filters", error=ConfigError))
             for name in names
         ]
 
     def objection(self, group: SampleGroup) -> str | None:
-        """Why `group` is to be taken out, or None; RolloutError for a filter that fails or answers nonsense."""
+        """Why to take `group` out, or None. Raises RolloutError for a filter that fails or returns no reason."""
         for name, judge in self._filters:
             try:
                 answer = judge(group)

@@ -25,12 +25,12 @@ import anyio
 import anyio.abc
 
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.sample import SampleGroup
+from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.data.staleness import oldest_step, step_of
 from asyncrl.errors import AsyncRLError, RolloutError
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.scheduling.admission import Admission, Batch, Limits
-from asyncrl.rollout.scheduling.collection import Collection, drop_reason, first_failure
+from asyncrl.rollout.scheduling.collection import Collection, FirstBatchCheck, drop_reason, first_failure
 from asyncrl.rollout.scheduling.filters import Filters
 from asyncrl.rollout.scheduling.group import Group, GroupState, Issue
 from asyncrl.rollout.scheduling.ledger import Ledger
@@ -67,10 +67,11 @@ class Production:
         generate: Generate,
         filters: Filters,
         min_usable: int,
+        first_batch: FirstBatchCheck,
         ledger: Ledger,
         waiting: int = 2,
     ) -> None:
-        """A group with fewer than `min_usable` usable samples is dropped.
+        """A group with fewer than `min_usable` usable samples is dropped. `first_batch` may end the run.
 
         At most `waiting` groups are admitted before they have a slot: as many as may find one in the same turn of the
         loop, which is a long turn under load. A group that waits costs memory only: its deadline moves with the
@@ -82,6 +83,7 @@ class Production:
         self._generate = generate
         self._filters = filters
         self._min_usable = min_usable
+        self._first_batch = first_batch
         self._ledger = ledger
         self._admission = Admission(limits, ledger)
         self._again: deque[Issue] = deque()
@@ -147,6 +149,11 @@ class Production:
             return self._hand_over(await self._next_batch())
         finally:
             self._taking = False
+
+    def scored(self, sample: Sample) -> None:
+        """A sample was scored, or its reward failed: too many failures in the first batch end the run."""
+        if (error := self._first_batch.observe(sample)) is not None:
+            self.fail(error)
 
     def fail(self, error: AsyncRLError) -> None:
         """Stops generation; the `take` in progress, or the next one, raises `error`."""
@@ -293,6 +300,7 @@ class Production:
         samples = tuple(group.result for group in batch.groups if group.result is not None)
         self._ledger.deliver(self._admission.step, batch.groups)
         self._admission.advance()
+        self._first_batch.closed = True
         self._collection = Collection.of_batch(self._batch)
         self._changes.notify()
         return Taken(batch.groups, samples, collection, len(self._ledger.groups(GroupState.FINISHED)))

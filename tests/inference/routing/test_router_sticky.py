@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ import pytest
 from asyncrl.config.checks.router_args import MODULES
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.rollout.group_events import RequestFailed
-from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed
+from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed, RequestOptions, Unobserved
 from asyncrl.rollout.requests.retry import RequestFault, RetryPolicy
 from tests.inference.router_rig import RealRouter, StandIn, real_router, stand_in
 
@@ -37,18 +38,27 @@ async def fleet(
         yield await stack.enter_async_context(start), running
 
 
+@dataclass
+class Heard(Unobserved):
+    """Notes which attempts failed."""
+
+    failures: list[RequestFailed]
+
+    def failed(self, failure: RequestFailed) -> None:
+        self.failures.append(failure)
+
+
 def client_of(
     url: str, sticky: Literal["off", "group", "sample"], failures: list[RequestFailed] | None = None
 ) -> GenerateClient:
-    return GenerateClient(
-        url,
+    options = RequestOptions(
         vocab_size=8,
         concurrency=64,
         timeout_s=10,
-        policy=RetryPolicy(retries=2, patience_s=10, first_delay_s=0.01),
+        retry=RetryPolicy(retries=2, patience_s=10, first_delay_s=0.01),
         sticky=sticky,
-        on_failure=None if failures is None else failures.append,
     )
+    return GenerateClient(url, options, observer=Heard(failures if failures is not None else []))
 
 
 def without_nonce(key: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from asyncrl.data.staleness import step_of
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutClient
+from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation
 from tests.inference.conftest import StartFleet, eventually
@@ -28,14 +29,14 @@ PROMPT = msgspec.Raw(b"[1,2,3]")
 
 @asynccontextmanager
 async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(
-        r.fleet.controller.router_url,
+    options = RequestOptions(
         vocab_size=1 << 20,
         concurrency=64,
         timeout_s=10.0,
-        policy=RetryPolicy(retries=0, patience_s=1.0),
+        retry=RetryPolicy(retries=0, patience_s=1.0),
         keeps_kv=keeps_kv,
-    ) as client:
+    )
+    async with RolloutClient(r.fleet.controller.router_url, options) as client:
         yield client
 
 

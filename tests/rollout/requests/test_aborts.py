@@ -16,8 +16,8 @@ from asyncrl.rollout.group_events import RequestsAborted
 from asyncrl.rollout.requests import aborts as aborts_module
 from asyncrl.rollout.requests.aborts import Aborts
 from asyncrl.rollout.requests.engine_clock import EngineClock
-from asyncrl.rollout.requests.engine_queries import EngineQueries, Told
-from asyncrl.rollout.requests.generate_client import GenerateClient, request_id
+from asyncrl.rollout.requests.engine_queries import AbortProgress, EngineQueries
+from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions, Unobserved, request_id
 from asyncrl.rollout.requests.retry import MOST_ATTEMPTS, RetryPolicy
 from asyncrl.rollout.scheduling.group import Issue
 from tests.rollout.fleet import Fleet, eventually, fleet_of, hurry
@@ -42,21 +42,31 @@ class Rig:
         await self.client.generate(sample_id, PROMPT, LONG)
 
 
+@dataclass
+class GivenUp(Unobserved):
+    aborts: Aborts
+
+    def given_up(self, rid: str, reason: str) -> None:
+        self.aborts.add(rid, reason)
+
+
 @asynccontextmanager
 async def rig(engines: int = 2, *, concurrency: int = 16, timeout_s: float = 20.0) -> AsyncIterator[Rig]:
     told: list[RequestsAborted] = []
     async with fleet_of(engines, SLOW) as fleet, anyio.create_task_group() as tasks:
         control, clock = EngineQueries(fleet.url), EngineClock()
-        aborts = Aborts(control, clock, on_told=told.append)
+        aborts = Aborts(control, clock, on_sent=told.append)
         tasks.start_soon(aborts.serve)
         async with GenerateClient(
             fleet.url,
-            vocab_size=64,
-            concurrency=concurrency,
-            timeout_s=timeout_s,
-            policy=RetryPolicy(retries=1, patience_s=5.0, first_delay_s=0.01),
+            RequestOptions(
+                vocab_size=64,
+                concurrency=concurrency,
+                timeout_s=timeout_s,
+                retry=RetryPolicy(retries=1, patience_s=5.0, first_delay_s=0.01),
+            ),
+            observer=GivenUp(aborts),
             clock=clock,
-            on_given_up=aborts.add,
         ) as client:
             try:
                 yield Rig(fleet, client, aborts, control, clock, told)
@@ -115,10 +125,10 @@ async def test_an_abort_that_comes_in_a_pause_is_used_up_without_effect() -> Non
             tasks.start_soon(r.client.generate, "00000000.000", PROMPT, SHORT)
             await eventually(lambda: r.fleet.waiting == 1)
             rids = sorted(r.client.on_the_wire)
-            await r.control.abort(rids, Told())
+            await r.control.abort(rids, AbortProgress())
             r.fleet.go_on()
             await eventually(lambda: r.fleet.running == 1)
-            await r.control.abort(rids, Told())
+            await r.control.abort(rids, AbortProgress())
         assert len(engine.generation.makers[rids[0]]) == 20, "it ran to its end"
 
 
@@ -127,8 +137,8 @@ async def test_ids_that_no_engine_knows_disturb_nobody() -> None:
         tasks.start_soon(r.long, "00000000.000")
         await eventually(lambda: r.fleet.running == 1)
         [rid] = r.client.on_the_wire
-        await r.control.abort([rid[:-1], rid + "0", "unknown"], told := Told())
-        assert told == Told(engines=2, heard=2)
+        await r.control.abort([rid[:-1], rid + "0", "unknown"], told := AbortProgress())
+        assert told == AbortProgress(engines=2, heard=2)
         await anyio.sleep(0.05)
         assert r.fleet.running == 1
         tasks.cancel_scope.cancel()
@@ -153,7 +163,7 @@ async def test_a_telling_that_is_cut_off_says_who_heard_until_then() -> None:
         r.fleet.engines[0].script(hang("abort_request", times=None))
         for index in range(3):
             r.aborts.add(f"unknown-{index}", "cancelled")
-        await r.aborts.tell(0.5)
+        await r.aborts.send(0.5)
         assert [(told.requests, told.engines, told.heard) for told in r.told] == [(3, 2, 1)]
 
 
@@ -201,7 +211,10 @@ def sample_ids(draw: st.DrawFn) -> str:
     return f"{issue.group_id}.{index:03d}"
 
 
-@given(st.sets(st.tuples(sample_ids(), st.integers(0, MOST_ATTEMPTS - 1)), min_size=2, max_size=40))
-def test_no_id_begins_another(attempts: set[tuple[str, int]]) -> None:
-    rids = [request_id("0123abcd", sample_id, attempt) for sample_id, attempt in attempts]
+@given(
+    st.sets(sample_ids(), min_size=1, max_size=10),
+    st.sets(st.tuples(st.integers(0, 300), st.integers(0, MOST_ATTEMPTS - 1)), min_size=2, max_size=10),
+)
+def test_no_id_begins_another(samples: set[str], attempts: set[tuple[int, int]]) -> None:
+    rids = [request_id("0123abcd", sample_id, *attempt) for sample_id in samples for attempt in attempts]
     assert not [(one, other) for one in rids for other in rids if one != other and other.startswith(one)]

@@ -15,13 +15,21 @@ from asyncrl.observability.events import Event
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout import group_events as rollout_events
 from asyncrl.rollout.group_events import RequestFailed
-from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed
+from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed, RequestOptions, Unobserved
 from asyncrl.rollout.requests.retry import RequestFault, RetryPolicy
 from asyncrl.rollout.requests.wire import Generation
 from tests.scripted.answers import Action, AnswerFault, AnsweringEngine, scripted_engine
 
 PROMPT = msgspec.Raw(b"[1,2]")
 SAMPLING = msgspec.Raw(b'{"max_new_tokens":8}')
+
+
+@dataclasses.dataclass
+class Heard(Unobserved):
+    hear: Callable[[RequestFailed], None]
+
+    def failed(self, failure: RequestFailed) -> None:
+        self.hear(failure)
 
 
 @asynccontextmanager
@@ -36,12 +44,14 @@ async def client_of(
 ) -> AsyncIterator[GenerateClient]:
     client = GenerateClient(
         url,
-        vocab_size=64,
-        concurrency=concurrency,
-        timeout_s=timeout_s,
-        policy=RetryPolicy(retries=retries, patience_s=5.0, first_delay_s=0.001),
-        on_failure=on_failure,
-        **options,
+        RequestOptions(
+            vocab_size=64,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            retry=RetryPolicy(retries=retries, patience_s=5.0, first_delay_s=0.001),
+            **options,
+        ),
+        observer=None if on_failure is None else Heard(on_failure),
     )
     with blockbuster_ctx("asyncrl"):
         async with client:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.observability.events import EventLog
-from asyncrl.rollout.requests import concurrency as concurrency_module
-from asyncrl.rollout.requests.concurrency import ConcurrencyPolicy
+from asyncrl.rollout.generation import concurrency as concurrency_module
+from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy
 from asyncrl.rollout.requests.engine_queries import EngineLoad
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, told

@@ -1,12 +1,13 @@
-"""Connection: all that an executor has to do with the engines behind one router.
+"""Connection: everything that an executor has to do with the engines behind one router.
 
-Requests go through the router (`engine_client.py`, `generation.py`); engines themselves are told which are to end, and
-asked how busy they are (`engine_control.py`). What an update of the weights does to requests is here too:
+The samples of groups (`generation/`) send requests through the router (`requests/`). Aborts (`requests/aborts.py`) and
+questions about load (`requests/engine_queries.py`) go to the engines themselves. `weights.on_update` says what an
+update of the weights does to requests:
 
 - retract: nothing. They are paused with the engines and go on.
-- in_place: likewise. Nothing is sent meanwhile, so that a request is known to begin under the weights it is sent under.
-- wait: those in flight end before; none is begun.
-- abort: those in flight are ended in the engines by their ids; afterwards they go on from what they had generated.
+- in_place: likewise; and nothing is sent meanwhile, so that a request begins under the weights that it was sent under.
+- wait: requests in flight end before the update; none is begun during it.
+- abort: requests in flight are ended in the engines by their ids; afterwards they go on from what they had generated.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.requests.aborts import TELL_TIMEOUT_S, Aborts
-from asyncrl.rollout.requests.concurrency import ConcurrencyPolicy, adapt
+from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, adapt
+from asyncrl.rollout.generation.group_generator import GroupGenerator
+from asyncrl.rollout.generation.slots import Slots
+from asyncrl.rollout.group_events import RequestFailed
+from asyncrl.rollout.requests.aborts import SEND_TIMEOUT_S, Aborts
 from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.engine_queries import EngineQueries
-from asyncrl.rollout.requests.generate_client import GenerateClient
-from asyncrl.rollout.requests.generation import GroupGenerator
+from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions
 from asyncrl.rollout.requests.retry import WAITED_OUT, RequestFault, RetryPolicy
 from asyncrl.rollout.rewards.scorer import Scorer
 
 _ABORT_TIMEOUT_S = 1.0
-"""From the telling to the answers of what was aborted; measured below 50 ms."""
+"""From the aborts to the answers of the aborted requests; measured below 50 ms."""
 
 
 class Connection:
@@ -40,29 +43,26 @@ class Connection:
     def __init__(
         self, router_url: str, config: Config, scorer: Scorer, *, tokenizer: PolicyTokenizer, events: EventLog
     ) -> None:
+        """Sends nothing yet. Samples are scored by `scorer`."""
         rollout, self._on_update = config.rollout, config.weights.on_update
         self._patience_s = rollout.request_timeout_s
         self._events = events
-        self._control = EngineQueries(router_url)
+        self._queries = EngineQueries(router_url)
         self.clock = EngineClock(expected_pause_s=self._patience_s)
-        self.aborts = Aborts(self._control, self.clock, on_told=events.emit)
+        self.aborts = Aborts(self._queries, self.clock, on_sent=events.emit)
         aborted = frozenset({RequestFault.ABORTED} if self._on_update == "abort" else ())
-        self.client = GenerateClient(
-            router_url,
+        options = RequestOptions(
             vocab_size=tokenizer.vocab_size,
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
-            policy=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
+            retry=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
             sticky=config.router.sticky,
-            on_failure=events.emit,
-            clock=self.clock,
-            on_given_up=self.aborts.add,
             keeps_kv=self._on_update == "in_place",
             detokenize=tokenizer.decode if self._on_update == "abort" else None,
         )
-        self.generator = GroupGenerator(
-            self.client, scorer, concurrency=rollout.concurrency, vocab_size=tokenizer.vocab_size
-        )
+        self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
+        self.slots = Slots(rollout.concurrency)
+        self.generator = GroupGenerator(self.client, scorer, self.slots, vocab_size=tokenizer.vocab_size)
         self._policy: ConcurrencyPolicy | None = None
         if rollout.adaptive_concurrency:
             least = min(rollout.samples_per_prompt, rollout.concurrency)
@@ -84,6 +84,14 @@ class Connection:
         await self.client.aclose()
         self.clock.resume()  # no pause is waited for any more
 
+    def failed(self, failure: RequestFailed) -> None:
+        """As the observer of its client: a failed attempt is an event."""
+        self._events.emit(failure)
+
+    def given_up(self, rid: str, reason: str) -> None:
+        """As the observer of its client: the request is to be ended in its engine."""
+        self.aborts.add(rid, reason)
+
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """Enter it around an update of the weights; see the module's docstring."""
@@ -91,37 +99,37 @@ class Connection:
             case "retract":
                 yield
             case "in_place":
-                with self._told_as_wait(), self.generator.held():
+                with self._registered(), self.slots.holding(), self.client.held():
                     yield
             case "wait":
-                async with self.generator.drained(self._patience_s):
-                    with self._told_as_wait():
+                async with self.slots.drained(self._patience_s):
+                    with self._registered():
                         yield
             case "abort":
-                with self._told_as_wait(), self.generator.held():
+                with self._registered(), self.slots.holding(), self.client.held():
                     await self._abort_all()
                     yield
 
-    def _told_as_wait(self) -> AbstractContextManager[None]:
+    def _registered(self) -> AbstractContextManager[None]:
         """One wait in the place of all samples that are held back."""
         return WAITS.register("end of the weight update", "trainer", self._patience_s)
 
     async def _abort_all(self) -> None:
-        """Ends all that is on the wire. What does not hear of it is ended by the pause that follows."""
+        """Ends all requests on the wire. A request that the abort does not reach is ended by the pause that follows."""
         rids = self.client.on_the_wire
         for rid in rids:
             self.aborts.add(rid, "update of the weights")
-        await self.aborts.tell(TELL_TIMEOUT_S)
+        await self.aborts.send(SEND_TIMEOUT_S)
         with anyio.move_on_after(_ABORT_TIMEOUT_S):
             await self.client.answered(rids)
 
     async def _adapt(self, policy: ConcurrencyPolicy) -> None:
         with self._adapting:
-            await adapt(self.generator, policy, self._control, self.clock, on_lowered=self._events.emit)
+            await adapt(self.slots, policy, self._queries, self.clock, on_lowered=self._events.emit)
 
 
 class Connections:
-    """Opens connections in one task group, and closes each of them once it is of no more use."""
+    """Opens connections in one task group, and closes each of them once nobody needs it."""
 
     def __init__(
         self, config: Config, scorer: Scorer, task_group: TaskGroup, *, tokenizer: PolicyTokenizer, events: EventLog
@@ -134,7 +142,7 @@ class Connections:
         self._open: set[Connection] = set()
 
     def open(self, router_url: str) -> Connection:
-        """Raises nothing where nobody answers: requests wait for a router."""
+        """A started connection. Needs no router yet: requests wait for one."""
         connection = Connection(router_url, self._config, self._scorer, tokenizer=self._tokenizer, events=self._events)
         self._open.add(connection)
         connection.start(self._tasks)

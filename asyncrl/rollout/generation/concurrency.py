@@ -1,14 +1,15 @@
-"""How many requests are in flight, by what engines can take: additive increase, multiplicative decrease.
+"""How many requests are in flight, by the load of the engines: additive increase, multiplicative decrease.
 
 An engine that has more requests than it has slots or memory for queues them, or takes their KV away and computes it
 again. Neither yields a token; requests then grow stale in a queue, and deadlines run. `ConcurrencyPolicy` is pure;
-`adapt` reads the engines' figures and applies it.
+`adapt` reads the figures of the engines and applies it.
 
 Invariants
-- The limit stays within [least, most], whatever engines say.
-- It falls only while some engine is overloaded, and rises only while it holds requests back; not at all while more is
-  in flight than it allows. Lowering it ends nothing: a look before that has taken effect sees the same overload again.
-- Figures of engines that are paused, or were a moment ago, count for nothing: an update of the weights queues all.
+- The limit stays within [least, most], whatever engines report.
+- The limit falls only while some engine is overloaded, and rises only while it holds requests back. It does not change
+  while more requests are in flight than it allows: lowering it ends no request, so the engines look overloaded until
+  enough requests have ended.
+- Figures of engines that are paused, or were a moment ago, are ignored: an update of the weights queues all requests.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass
 
 import anyio
 
+from asyncrl.rollout.generation.slots import Slots
 from asyncrl.rollout.group_events import ConcurrencyLowered
 from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.engine_queries import EngineLoad, EngineQueries
-from asyncrl.rollout.requests.generation import GroupGenerator
 
 INTERVAL_S = 2.0
 """Between two looks: engines have new figures every dozen decoding steps, and must not be judged by the same twice."""
@@ -34,18 +35,19 @@ class ConcurrencyPolicy:
     least: int
     most: int
     increase: float = 0.05
-    """Of `most`, added at each look that finds the limit in use and no engine overloaded (at least 1)."""
+    """Fraction of `most` that is added at each look which finds the limit in use and no engine overloaded (at least
+    1)."""
     decrease: float = 0.8
     """Factor at each look that finds an engine overloaded."""
     queued: float = 0.1
-    """Queue of an engine, as a fraction of what it runs, from which it counts as overloaded; a few requests are none:
-    they are the next."""
+    """An engine whose queue is longer than this fraction of the requests that it runs is overloaded."""
     few: int = 4
+    """A queue of at most so many requests is no overload: they are the next to run."""
     token_usage: float = 0.95
-    """Likewise of its KV pool."""
+    """An engine whose KV pool is in use to this fraction is overloaded."""
 
     def after(self, limit: int, in_flight: int, loads: Sequence[EngineLoad]) -> tuple[int, str | None]:
-        """The new limit, and what is overloaded where it is lowered for that. `in_flight`: requests as of now."""
+        """The new limit, and the overload for which it is lowered, or None. `in_flight`: requests as of now."""
         if in_flight > limit:
             return limit, None
         reason = next((reason for load in loads if (reason := self.overload(load)) is not None), None)
@@ -66,14 +68,14 @@ class ConcurrencyPolicy:
 
 
 async def adapt(
-    generator: GroupGenerator,
+    slots: Slots,
     policy: ConcurrencyPolicy,
     control: EngineQueries,
     clock: EngineClock,
     *,
     on_lowered: Callable[[ConcurrencyLowered], None],
 ) -> None:
-    """Keeps the generator's limit as the policy says, until cancelled."""
+    """Keeps the limit of `slots` as the policy says, until cancelled."""
     while True:
         pauses = clock.pauses
         await anyio.sleep(INTERVAL_S)
@@ -82,7 +84,7 @@ async def adapt(
         loads = await control.loads()
         if clock.pauses != pauses:
             continue
-        before = generator.concurrency
-        generator.concurrency, reason = policy.after(before, generator.running, loads)
-        if reason is not None and generator.concurrency < before:
-            on_lowered(ConcurrencyLowered(limit=generator.concurrency, previous=before, reason=reason))
+        before = slots.limit
+        slots.limit, reason = policy.after(before, slots.in_use, loads)
+        if reason is not None and slots.limit < before:
+            on_lowered(ConcurrencyLowered(limit=slots.limit, previous=before, reason=reason))
