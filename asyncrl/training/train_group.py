@@ -24,11 +24,13 @@ from asyncrl.data.staleness import Bound
 from asyncrl.errors import WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.tasks import Background
+from asyncrl.training.backends import make_backend
 from asyncrl.training.checkpoints.restoring import saved_tensors
 from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
+from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks import commands
-from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState, TrainerFactory
+from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
 from asyncrl.training.ranks.rank import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
@@ -48,7 +50,7 @@ class TrainGroup:
     Args:
         task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
         background: where checkpoints are completed; None is one of its own in `task_group`.
-        make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
+        make_backend: makes a rank's part of the backend; the other ranks are given the same one (`serve_rank`).
         fleet, transport: for `update_weights`; without them only training works.
         events: its attempt is the first part of every weight version.
         first_attempt: the first of this job's gang; None where that is the present one.
@@ -59,7 +61,6 @@ class TrainGroup:
         config: Config,
         *,
         task_group: anyio.abc.TaskGroup,
-        make_trainer: TrainerFactory,
         events: EventLog,
         background: Background | None = None,
         fleet: Fleet | None = None,
@@ -67,6 +68,7 @@ class TrainGroup:
         copies: Copies | None = None,
         first_attempt: int | None = None,
         environment: RankEnvironment | None = None,
+        make_backend: BackendFactory = make_backend,
     ) -> None:
         self._config = config
         self._events = events
@@ -83,7 +85,7 @@ class TrainGroup:
             background=background or Background(task_group),
             first_attempt=first_attempt,
         )
-        state = RankState(config, layout, make_trainer, self._checkpoints.report)
+        state = RankState(config, layout, make_backend, self._checkpoints.report)
         self._ranks = Ranks(
             config, environment, state, task_group=task_group, events=events, wrote=self._checkpoints.wrote
         )

@@ -7,10 +7,8 @@ sink for exported tensors and uses the returned value.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -19,42 +17,12 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.training.checkpoints.restoring import restore
-from asyncrl.training.checkpoints.shard import Shard, Snapshot
 from asyncrl.training.checkpoints.writing import Report, write_beside
+from asyncrl.training.learner.backend import Backend, BackendFactory
+from asyncrl.training.learner.learner import Learner
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import Sink
-
-
-class Trainer(Protocol):
-    """What runs on every trainer rank: synchronous, in one thread, every method collective over the ranks."""
-
-    def init(self) -> None: ...
-
-    def train(self, batch: RolloutBatch) -> dict[str, float]: ...
-
-    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]: ...
-
-    def reset_optimizer(self) -> None: ...
-
-    def logprobs(self, batch: RolloutBatch) -> Tensor: ...
-
-    def tensor_specs(self) -> tuple[TensorSpec, ...]: ...
-
-    def export_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def export_hf(self, directory: Path) -> None: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def restore(self, shard: Shard) -> None: ...
-
-    def offload(self, *, keep_weights: bool) -> None: ...
-
-    def onload(self) -> None: ...
-
-
-TrainerFactory = Callable[[Config, RankLayout], Trainer]
 
 
 class Init(msgspec.Struct, frozen=True, tag=True):
@@ -147,65 +115,67 @@ Result = dict[str, float] | Tensor | tuple[TensorSpec, ...] | ExportOutcome | No
 
 
 class RankState:
-    """One rank's trainer, from the Init command on.
+    """One rank's learner, from the Init command on.
 
     Args:
-        report: is told, in another thread, when the rank's part of a checkpoint was written.
+        report: called in another thread with what became of the rank's part of a checkpoint.
     """
 
-    def __init__(self, config: Config, layout: RankLayout, make_trainer: TrainerFactory, report: Report) -> None:
+    def __init__(self, config: Config, layout: RankLayout, make_backend: BackendFactory, report: Report) -> None:
         self.layout = layout
         self._report = report
         self._config = config
-        self._make_trainer = make_trainer
-        self._trainer: Trainer | None = None
+        self._make_backend = make_backend
+        self._learner: Learner | None = None
 
     def execute(self, command: Command, batch: RolloutBatch | None = None, sink: Sink | None = None) -> Result:
-        """Carries out one command; whatever the trainer raises is raised."""
+        """Carries out one command; raises whatever the learner or its backend raises."""
         if isinstance(command, Init):
             run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
-            self._trainer = self._make_trainer(self._config.model_copy(update={"run": run}), self.layout)
-            self._trainer.init()
+            config = self._config.model_copy(update={"run": run})
+            backend = self._make_backend(config, self.layout)
+            self._learner = Learner(config, self.layout, backend)
+            backend.init()
             if command.resume is not None:
-                restore(self._trainer, Path(command.resume), self.layout)
-            return self._trainer.tensor_specs()
-        assert self._trainer is not None, "the first command is Init"
-        trainer = self._trainer
+                restore(backend, Path(command.resume), self.layout)
+            return backend.tensor_specs()
+        assert self._learner is not None, "the first command is Init"
+        learner, backend = self._learner, self._learner.backend
         match command:
             case Train():
                 assert batch is not None
-                return trainer.train(batch)
+                return learner.train(batch)
             case TrainSft(lr=lr):
                 assert batch is not None
-                return trainer.train_sft(batch, lr)
+                return learner.train_sft(batch, lr)
             case Logprobs():
                 assert batch is not None
-                return trainer.logprobs(batch)
+                return learner.logprobs(batch)
             case ResetOptimizer():
-                trainer.reset_optimizer()
+                backend.reset_optimizer()
             case ExportTensors():
-                return _export(trainer, sink)
+                return _export(backend, sink)
             case ExportHf(directory=directory):
-                trainer.export_hf(Path(directory))
+                backend.export_hf(Path(directory))
             case SaveCheckpoint(number=number, directory=directory):
-                write_beside(trainer.snapshot(), Path(directory), number, self.layout, self._report)
+                write_beside(backend.snapshot(), Path(directory), number, self.layout, self._report)
             case Offload(keep_weights=keep_weights):
-                trainer.offload(keep_weights=keep_weights)
+                backend.offload(keep_weights=keep_weights)
             case Onload():
-                trainer.onload()
+                backend.onload()
             case ClearMemory():
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
             case Shutdown():
-                self._trainer = None
+                self._learner = None
         return None
 
 
-def _export(trainer: Trainer, sink: Sink | None) -> ExportOutcome:
+def _export(backend: Backend, sink: Sink | None) -> ExportOutcome:
     """Walks the whole export even when the sink fails: the other ranks are in the same collectives."""
     error: Exception | None = None
-    for name, tensor in trainer.export_tensors():
+    for name, tensor in backend.export_tensors():
         if sink is not None and error is None:
             try:
                 sink.put(name, tensor)
