@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config import Config
 from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
 
 if TYPE_CHECKING:
     from asyncrl.training.learner.backend import Backend
@@ -25,7 +26,7 @@ class BackendEntry:
     check: Callable[[Config], None]
     """Raises ModelError or ConfigError for a model, numbers (`model.dtype`) or a tensor-parallel size that the backend
     cannot train."""
-    make: Callable[[Config, RankLayout], Backend]
+    make: Callable[[Config, RankLayout, Role], Backend]
     """Makes one rank's part; see `asyncrl.training.learner.backend.BackendFactory`."""
 
 
@@ -34,9 +35,9 @@ def check_trainable(config: Config) -> None:
     BACKENDS[config.train.backend].check(config)
 
 
-def make_backend(config: Config, layout: RankLayout) -> Backend:
-    """One rank's part of the backend that `train.backend` names. Raises as `check_trainable` does."""
-    return BACKENDS[config.train.backend].make(config, layout)
+def make_backend(config: Config, layout: RankLayout, role: Role) -> Backend:
+    """One rank's part of a role on the backend that `train.backend` names. Raises as `check_trainable` does."""
+    return BACKENDS[config.train.backend].make(config, layout, role)
 
 
 def _check_megatron(config: Config) -> None:
@@ -44,10 +45,10 @@ def _check_megatron(config: Config) -> None:
     check_tensor_parallel(read_architecture(config.model.path), config.train.tensor_parallel)
 
 
-def _make_megatron(config: Config, layout: RankLayout) -> Backend:
+def _make_megatron(config: Config, layout: RankLayout, role: Role) -> Backend:
     from asyncrl.training.megatron.backend import MegatronBackend
 
-    return MegatronBackend(config, layout)
+    return MegatronBackend(config, layout, role)
 
 
 BACKENDS = {"megatron": BackendEntry(_check_megatron, _make_megatron)}

@@ -34,13 +34,15 @@ from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.ranks.rank import serve_rank
+from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.buckets import TensorSpec
 from tests.training.forked_ranks import fork_server, meeting_port
 
 Fault = Callable[[], None]
 Faults = Mapping[tuple[int, str], Fault]
-"""(rank, method) → what that rank does in the middle of that method, between two collectives."""
+"""(rank, method) → what that rank does in the middle of that method, between two collectives; another role than the
+actor stands before its method (`reference.logprobs`)."""
 Scenario = Callable[[TrainGroup, EventLog], Awaitable[Any]]
 
 SPECS = (
@@ -68,6 +70,7 @@ class ScriptedBackend:
 
     config: Config
     layout: RankLayout
+    role: Role
     faults: Faults = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     on_init: Callable[[ScriptedBackend], object] = id
@@ -77,7 +80,8 @@ class ScriptedBackend:
         self.calls.append(method)
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total)
-        fault = self.faults.get((self.layout.rank, method))
+        named = method if self.role.name == ACTOR else f"{self.role.name}.{method}"
+        fault = self.faults.get((self.layout.rank, named))
         if fault is not None:
             fault()
         dist.barrier()
@@ -120,10 +124,11 @@ class ScriptedBackend:
             directory.mkdir(parents=True)
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, {"rank": self.layout.rank}))
+        facts = {"rank": self.layout.rank, "role": self.role.name}
+        return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, facts))
 
     def restore(self, shard: Shard) -> None:
-        assert shard.facts["rank"] == self.layout.rank
+        assert shard.facts == {"rank": self.layout.rank, "role": self.role.name}
         self._together("restore", float(shard.tensors["total"]))
 
     def offload(self, *, keep_weights: bool) -> None:
@@ -173,12 +178,14 @@ def run_world(
     config: Mapping[str, Any] | None = None,
     on_init: Callable[[ScriptedBackend], object] = id,
     make_backend: BackendFactory | None = None,
+    roles: Sequence[Role] = (),
     timeout_s: float = 90.0,
     linger_s: float = 20.0,
 ) -> World:
     """Runs `scenario` on rank 0 of a fresh world. An exception of it is raised here, as a text.
 
     Args:
+        roles: those beside the actor.
         make_backend: makes another backend than the scripted one, which faults and `on_init` are for.
         linger_s: how long the other ranks may take to end after rank 0 has.
     """
@@ -186,7 +193,7 @@ def run_world(
     server = fork_server()
     parsed = Config.model_validate(config or {})
     scripted = partial(ScriptedBackend, faults=faults or {}, on_init=on_init)
-    work = cloudpickle.dumps((parsed, make_backend or scripted, scenario))
+    work = cloudpickle.dumps((parsed, make_backend or scripted, roles, scenario))
     reader, writer = server.Pipe(duplex=False)
     port = meeting_port()
     processes = [
@@ -226,11 +233,12 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    config, make_backend, scenario = cloudpickle.loads(work)
+    config, make_backend, roles, scenario = cloudpickle.loads(work)
     code = 0
     if rank == 0:
         try:
-            answer = (True, anyio.run(_drive, config, make_backend, scenario, backend_options={"use_uvloop": True}))
+            drive = partial(_drive, config, make_backend, roles, scenario)
+            answer = (True, anyio.run(drive, backend_options={"use_uvloop": True}))
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
@@ -246,10 +254,10 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
     os._exit(code)  # a thread may be stuck in a collective, on purpose
 
 
-async def _drive(config: Config, make_backend: BackendFactory, scenario: Scenario) -> Any:
+async def _drive(config: Config, make_backend: BackendFactory, roles: Sequence[Role], scenario: Scenario) -> Any:
     events = EventLog(None, attempt=3)
     async with anyio.create_task_group() as task_group:
-        group = TrainGroup(config, task_group=task_group, make_backend=make_backend, events=events)
+        group = TrainGroup(config, task_group=task_group, roles=roles, make_backend=make_backend, events=events)
         try:
             return await scenario(group, events)
         finally:

@@ -1,4 +1,4 @@
-"""A rank takes its state from a checkpoint, which rank 0 found intact."""
+"""A rank takes the state of a role from a checkpoint, which rank 0 found intact."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 
 
-def restore(backend: Backend, directory: Path, layout: RankLayout) -> None:
-    """Raises CheckpointError where the checkpoint is one of another model."""
-    saved = read_manifest(directory).tensors
+def restore(backend: Backend, directory: Path, layout: RankLayout, role: str) -> None:
+    """Gives `backend`, which has fresh weights, the state of `role`.
+
+    Raises CheckpointError where the checkpoint is one of another model.
+    """
+    saved = read_manifest(directory).roles[role]
     wanted = saved_tensors(backend.tensor_specs())
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
@@ -23,7 +26,7 @@ def restore(backend: Backend, directory: Path, layout: RankLayout) -> None:
                 f"{directory} is a checkpoint of another model: {name} is {_in_words(saved.get(name))} there and "
                 f"{_in_words(wanted.get(name))} in this job; set model.path and model.dtype as they were"
             )
-    backend.restore(read_shard(directory, layout))
+    backend.restore(read_shard(directory, layout, role))
 
 
 def saved_tensors(specs: tuple[TensorSpec, ...]) -> dict[str, SavedTensor]:

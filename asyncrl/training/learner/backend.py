@@ -19,11 +19,12 @@ from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
 from asyncrl.weights.buckets import TensorSpec
 
 
 class Backend(Protocol):
-    """One rank's part of a model.
+    """One rank's part of one role's model. A role that is not trained takes no call about gradients or optimizer.
 
     Every method is synchronous, and one thread of the rank calls them all. Every method except `vocab_size` and
     `tensor_specs` is collective: all ranks call it in the same order, with the same arguments unless it says otherwise.
@@ -37,6 +38,8 @@ class Backend(Protocol):
 
     def init(self) -> None:
         """Builds the model and loads its weights; torch.distributed is initialised already.
+
+        Process groups of the backend's own are made once for each rank, whatever the number of roles.
 
         Raises:
             ModelError: weights are missing, unreadable, or do not fit the model's config.
@@ -102,7 +105,8 @@ class Backend(Protocol):
     def snapshot(self) -> Snapshot:
         """Copies into host memory what `restore` needs: weights, optimizer state, random number generators.
 
-        Each rank gets its own part; rank 0 also gets the whole model for export. Not while offloaded.
+        Each rank gets its own part; rank 0 also gets the whole model for export, where the role is trained. Not while
+        offloaded.
         """
 
     def restore(self, shard: Shard) -> None:
@@ -126,6 +130,8 @@ class Backend(Protocol):
         """Undoes `offload`; gradients are empty afterwards."""
 
 
-BackendFactory = Callable[[Config, RankLayout], Backend]
-"""Makes one rank's part of a backend, without reading weights. Raises ModelError or ConfigError for a model that it
-cannot train."""
+BackendFactory = Callable[[Config, RankLayout, Role], Backend]
+"""Makes one rank's part of a role, without reading weights.
+
+Raises ModelError or ConfigError for a model that the backend cannot train.
+"""

@@ -153,14 +153,14 @@ def test_on_a_disk_without_room_for_the_extra_files_the_former_checkpoint_stays(
 def slow_disk(backend: ScriptedBackend) -> None:
     """The last rank's disk answers once a file `go` is in the run directory."""
     if backend.layout.rank == backend.layout.world_size - 1:
-        write, go = writing.write_snapshot, backend.config.run.dir / "go"
+        write, go = writing.write_snapshots, backend.config.run.dir / "go"
 
         def slow(*arguments: Any) -> Any:
             while not go.exists():
                 time.sleep(0.005)
             return write(*arguments)
 
-        writing.write_snapshot = slow
+        writing.write_snapshots = slow
 
 
 def test_a_slow_disk_is_named_and_costs_the_checkpoints_that_come_due_meanwhile(tmp_path: Path) -> None:

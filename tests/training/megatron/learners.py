@@ -12,13 +12,14 @@ from asyncrl.training.learner.learner import Learner
 from asyncrl.training.megatron.backend import MegatronBackend
 from asyncrl.training.megatron.optimizer import Optimizer
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import ACTOR, Role
 
 
 def learner_of(layout: RankLayout, **sections: dict[str, Any]) -> Learner:
-    """Built and loaded; `sections` are those of the configuration. Collective."""
+    """An actor, built and loaded; `sections` are those of the configuration. Collective."""
     train = {"tensor_parallel": layout.tensor_parallel, **sections.pop("train", {})}
     config = Config.model_validate({**sections, "train": train})
-    learner = Learner(config, layout, make_backend(config, layout))
+    learner = Learner(config, layout, make_backend(config, layout, Role(ACTOR, str(config.model.path))))
     learner.backend.init()
     return learner
 

@@ -25,6 +25,7 @@ from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.megatron.backend import MegatronBackend
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
 from asyncrl.training.train_group import TrainGroup
 from tests.training.batches import make_batch
 from tests.training.worlds import Scenario, run_world
@@ -42,11 +43,11 @@ class DrawingBackend(MegatronBackend):
         return tally
 
 
-def make_backend(config: Config, layout: RankLayout) -> DrawingBackend:
+def make_backend(config: Config, layout: RankLayout, role: Role) -> DrawingBackend:
     random.seed(layout.rank)
     np.random.seed(layout.rank)
     torch.manual_seed(layout.rank)
-    return DrawingBackend(config, layout)
+    return DrawingBackend(config, layout, role)
 
 
 def batch_of(rollout_id: int) -> RolloutBatch:

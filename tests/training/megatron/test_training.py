@@ -274,7 +274,7 @@ def test_a_batch_that_cannot_be_saved_does_not_hide_why_the_run_stops(model_dire
 
 def train_with_infinite_gradient(layout: RankLayout, path: Path, run_dir: Path) -> str:
     trainer = trainer_of(layout, path, run_dir)
-    parameter = next(iter(optimizer_of(trainer).ddp.parameters()))
+    parameter = next(iter(optimizer_of(trainer).module.parameters()))
     parameter.register_hook(lambda grad: grad * torch.inf if layout.rank == 1 else grad)
     try:
         trainer.train(batch_of(0))
@@ -319,7 +319,7 @@ def export_between_offloads(layout: RankLayout, path: Path, dtype: str) -> tuple
     held = [tensor.untyped_storage().size() for _, tensor in trainer.backend.export_tensors()]
     same = all(torch.equal(weights[name], tensor) for name, tensor in trainer.backend.export_tensors())
     optimizer.offload(keep_weights=False)
-    gone = max(b.param_data.untyped_storage().size() for b in optimizer.ddp.buffers)
+    gone = max(b.param_data.untyped_storage().size() for b in optimizer.module.buffers)
     optimizer.onload()
     return held, same, gone, trainer.train_sft(batch_of(1), lr=2e-3)["train/loss"]
 
