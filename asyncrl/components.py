@@ -124,7 +124,6 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
         return NoTrainer(components.inference_controller, model, attempt)
     from asyncrl.inference.sglang.engine_api import EngineApi
     from asyncrl.run.pauses import ToldFleet
-    from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
     from asyncrl.weights.copies import make_copies
     from asyncrl.weights.transports import make_transport
@@ -142,7 +141,6 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
     trainer = TrainGroup(
         job.config,
         task_group=job.task_group,
-        make_trainer=make_trainer,
         events=job.events,
         fleet=ToldFleet(controller, job.pauses),
         background=job.background,
@@ -157,14 +155,12 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
 def _replaying(job: Job) -> TrainingPart:
     from asyncrl.debugging.replay import COMPARISON, Replay
     from asyncrl.debugging.trainers import ReplayingTrainGroup
-    from asyncrl.training.factory import make_trainer
 
     debug = job.config.debug
     assert debug.load_rollouts is not None, "refused with the configuration"
     trainer = ReplayingTrainGroup(
         job.config,
         task_group=job.task_group,
-        make_trainer=make_trainer,
         events=job.events,
         background=job.background,
         first_attempt=job.directory.first_attempt,

@@ -39,7 +39,7 @@ from asyncrl.run.recorder import Recorder, conclude
 from asyncrl.run.turns import make_turns
 from asyncrl.run_directory import RunDirectory
 from asyncrl.tasks import Background
-from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.backends import check_trainable
 
 Loop = Callable[[Job], Awaitable[None]]
 
@@ -81,7 +81,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
 def _drive(loop: Loop, loaded: LoadedConfig) -> int:
     """Rank 0: everything around the event loop."""
     _build_model(loaded.config)
-    check_tensor_parallel(read_architecture(loaded.config.model.path), loaded.config.train.tensor_parallel)
+    check_trainable(loaded.config)
     with ExitStack() as stack:
         keep_graceful_stop()  # before `asyncrl stop` can find the run
         run = stack.enter_context(RunDirectory.open(loaded.config, loaded.sources))
@@ -203,11 +203,10 @@ def _serve(loaded: LoadedConfig) -> int:
     """Ranks >= 1: execute the commands of rank 0."""
     if loaded.config.debug.rollout_only:
         return 0
-    from asyncrl.training.factory import make_trainer
     from asyncrl.training.ranks.rank import serve_rank
 
     with logging_to(None, rank=loaded.machine.rank):
-        serve_rank(loaded.config, make_trainer)
+        serve_rank(loaded.config)
     return 0
 
 
@@ -231,7 +230,7 @@ def _would_start(loaded: LoadedConfig) -> None:
     config = loaded.config
     RunDirectory.check(config)
     if (config.model.path / "config.json").exists():
-        check_tensor_parallel(read_architecture(config.model.path), config.train.tensor_parallel)
+        check_trainable(config)
     elif config.model.builder is not None:
         resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
     if ":" in config.reward.function:

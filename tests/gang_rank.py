@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,10 @@ from types import SimpleNamespace
 import torch
 
 import asyncrl.driver
-from asyncrl.data.batch import RolloutBatch
-from asyncrl.training import factory
+from asyncrl.training.backends import BACKENDS
 from tests.loops import load_loop
 from tests.scripted import Latency, ScriptedEngine, ScriptedHost, ScriptedRouter
-from tests.training.worlds import SPECS, ScriptedTrainer
+from tests.training.worlds import SPECS, ScriptedBackend
 
 STEPS_BEFORE_DEATH = 4
 STEPS_BEFORE_STOP = 2
@@ -45,13 +45,6 @@ def stop_in_the_third_step(steps: list[None] = []) -> None:  # noqa: B006 - like
         time.sleep(0.5)
 
 
-class NamedTrainer(ScriptedTrainer):
-    """Its figures are named as those of a real trainer."""
-
-    def train(self, batch: RolloutBatch) -> dict[str, float]:
-        return {f"train/{name}": value for name, value in super().train(batch).items()}
-
-
 @asynccontextmanager
 async def scripted_host(logs: Path, events: object) -> AsyncIterator[ScriptedHost]:
     tensors = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in SPECS}
@@ -65,8 +58,8 @@ async def scripted_host(logs: Path, events: object) -> AsyncIterator[ScriptedHos
 
 def main() -> int:
     asyncrl.driver.EngineHost = SimpleNamespace(start=scripted_host)  # type: ignore[assignment,misc]
-    faults = {(1, "train"): die_in_the_fifth_step, (0, "train"): stop_in_the_third_step}
-    factory.make_trainer = partial(NamedTrainer, faults=faults)  # type: ignore[assignment]
+    faults = {(1, "forward_backward"): die_in_the_fifth_step, (0, "forward_backward"): stop_in_the_third_step}
+    BACKENDS["megatron"] = replace(BACKENDS["megatron"], make=partial(ScriptedBackend, faults=faults))
     return asyncrl.driver.run_job(load_loop("train_async").train)
 
 

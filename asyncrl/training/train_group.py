@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -21,17 +21,20 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import WeightUpdateError
+from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.tasks import Background
+from asyncrl.training.backends import make_backend
 from asyncrl.training.checkpoints.restoring import saved_tensors
 from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
+from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks import commands
-from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState, TrainerFactory
+from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
 from asyncrl.training.ranks.rank import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
+from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
@@ -48,9 +51,10 @@ class TrainGroup:
     Args:
         task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
         background: where checkpoints are completed; None is one of its own in `task_group`.
-        make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
+        make_backend: makes a rank's part of the backend; the other ranks are given the same one (`serve_rank`).
         fleet, transport: for `update_weights`; without them only training works.
         events: its attempt is the first part of every weight version.
+        roles: those beside the actor, whose model is `config.model.path`.
         first_attempt: the first of this job's gang; None where that is the present one.
     """
 
@@ -59,7 +63,6 @@ class TrainGroup:
         config: Config,
         *,
         task_group: anyio.abc.TaskGroup,
-        make_trainer: TrainerFactory,
         events: EventLog,
         background: Background | None = None,
         fleet: Fleet | None = None,
@@ -67,8 +70,11 @@ class TrainGroup:
         copies: Copies | None = None,
         first_attempt: int | None = None,
         environment: RankEnvironment | None = None,
+        roles: Sequence[Role] = (),
+        make_backend: BackendFactory = make_backend,
     ) -> None:
         self._config = config
+        self._roles = {role.name: role for role in (Role(ACTOR, str(config.model.path)), *roles)}
         self._events = events
         self._fleet = fleet
         self._transport = transport
@@ -83,7 +89,7 @@ class TrainGroup:
             background=background or Background(task_group),
             first_attempt=first_attempt,
         )
-        state = RankState(config, layout, make_trainer, self._checkpoints.report)
+        state = RankState(config, layout, make_backend, self._checkpoints.report)
         self._ranks = Ranks(
             config, environment, state, task_group=task_group, events=events, wrote=self._checkpoints.wrote
         )
@@ -92,7 +98,8 @@ class TrainGroup:
         """A step of the loop was begun, and nobody has seen its end."""
         self._executed: tuple[int, float] | None = None
         """Such a step that rank 0 has executed: its rollout id, and when it began."""
-        self._specs: tuple[TensorSpec, ...] = ()
+        self._specs: dict[str, tuple[TensorSpec, ...]] = {}
+        """By role; empty before `init`."""
         self._disposed = False
         self.resumed: SavedCheckpoint | None = None
         """What `init` began from, with the files that others had added; None where it began from the model."""
@@ -107,15 +114,18 @@ class TrainGroup:
         started = time.monotonic()
         timeout_s = self._config.train.init_timeout_s
         await self._ranks.join(timeout_s)
-        resumed = await self._checkpoints.resume()
-        init = commands.Init(str(self._config.run.dir), None if resumed is None else str(resumed.path))
-        specs = await self._ranks.run(init, "building the trainer", timeout_s)
-        self._specs = cast(tuple[TensorSpec, ...], specs)
+        resumed = await self._checkpoints.resume(self._roles)
+        run_dir, path = str(self._config.run.dir), None if resumed is None else str(resumed.path)
+        for name, role in self._roles.items():
+            build = commands.Build(role, run_dir, path)
+            specs = await self._ranks.run(build, self._of(name, "building the trainer"), timeout_s)
+            self._specs[name] = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
             self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
-        ranks, tensors, size = self._environment.world_size, len(self._specs), sum(s.size_bytes for s in self._specs)
-        ready = TrainerReady(ranks=ranks, tensors=tensors, bytes=size, seconds=time.monotonic() - started)
+        size, seconds = sum(spec.size_bytes for spec in self.tensor_specs), time.monotonic() - started
+        ranks, tensors = self._environment.world_size, len(self.tensor_specs)
+        ready = TrainerReady(ranks=ranks, tensors=tensors, bytes=size, seconds=seconds)
         self._events.emit(ready)
         return self._step
 
@@ -126,7 +136,7 @@ class TrainGroup:
         """
         if not self._config.debug.train_only:  # which trains what was saved, as it was saved
             self._bound.check(batch)
-        return await self._train(rollout_id, commands.Train(), batch)
+        return await self._train(rollout_id, commands.Train(ACTOR), batch)
 
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One supervised step on the response tokens of `batch`; returns rank 0's metrics.
@@ -134,7 +144,7 @@ class TrainGroup:
         It trains rollout `rollout_id`, once, as `train` does. None: it is no step of the loop but one of a warm-up, and
         none of what is counted in steps moves.
         """
-        return await self._train(rollout_id, commands.TrainSft(lr), batch)
+        return await self._train(rollout_id, commands.TrainSft(ACTOR, lr), batch)
 
     async def settle(self) -> int:
         """Waits for the step that its caller gave up, if there is one; returns how many are trained then.
@@ -148,11 +158,13 @@ class TrainGroup:
         return self._step
 
     async def reset_optimizer(self) -> None:
-        await self._ranks.run(commands.ResetOptimizer(), "resetting the optimizer")
+        """Forgets the optimizer's moments and step count; the weights stay."""
+        await self._ranks.run(commands.ResetOptimizer(ACTOR), "resetting the optimizer")
 
-    async def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """float32 [T]: the policy's log-prob of each sampled token, at the batch's temperature; 0 for context."""
-        return cast(Tensor, await self._ranks.run(commands.Logprobs(), "computing log-probs", batch=batch))
+    async def logprobs(self, batch: RolloutBatch, role: str = ACTOR) -> Tensor:
+        """float32 [T]: the role's log-prob of each sampled token, at the batch's temperature; 0 for context."""
+        what = self._of(role, "computing log-probs")
+        return cast(Tensor, await self._ranks.run(commands.Logprobs(role), what, batch=batch))
 
     async def update_weights(self, rollout_id: int | None = None) -> PublicationReport | None:
         """Publishes the present weights to the fleet as version `attempt.step`; `rollout_id` is the last one trained.
@@ -175,7 +187,7 @@ class TrainGroup:
 
     async def export_hf(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory, all at once or not at all."""
-        await self._ranks.run(commands.ExportHf(str(directory)), f"exporting to {directory}")
+        await self._ranks.run(commands.ExportHf(ACTOR, str(directory)), f"exporting to {directory}")
 
     async def save_model(self, rollout_id: int) -> Path:
         """Writes the policy after rollout `rollout_id` under the run directory; weights only, no optimizer state."""
@@ -199,7 +211,7 @@ class TrainGroup:
         return await self._checkpoints.save(
             rollout_id + 1,
             copy,
-            tensors=saved_tensors(self._specs),
+            roles={role: saved_tensors(specs) for role, specs in self._specs.items()},
             extra=extra or {},
             wait=wait,
         )
@@ -208,18 +220,20 @@ class TrainGroup:
         """Waits for the checkpoint that is being written, `checkpoint.timeout_s` at most; `statistics` tells of it."""
         await self._checkpoints.finish()
 
-    async def offload(self, *, keep_weights: bool = False) -> None:
-        """Frees the GPUs of the trainer, except for the weights where they are still to be published or exported."""
-        await self._ranks.run(commands.Offload(keep_weights), "offloading the trainer")
+    async def offload(self, *, keep_weights: bool = False, role: str = ACTOR) -> None:
+        """Frees the GPUs of the role, except for its weights where they are still to be published or exported."""
+        await self._ranks.run(commands.Offload(role, keep_weights), self._of(role, "offloading the trainer"))
 
-    async def onload(self) -> None:
-        """Undoes `offload`, before the next training step or export."""
-        await self._ranks.run(commands.Onload(), "loading the trainer back")
+    async def onload(self, role: str = ACTOR) -> None:
+        """Undoes `offload`, before the role computes or exports anything."""
+        await self._ranks.run(commands.Onload(role), self._of(role, "loading the trainer back"))
 
     async def clear_memory(self) -> None:
+        """Has every rank give memory that Python and the GPU's allocator keep for later back."""
         await self._ranks.run(commands.ClearMemory(), "clearing memory")
 
     def statistics(self) -> TrainGroupStatistics:
+        """What the trainer does right now, and how far it is."""
         failure = None if self._ranks.failure is None else str(self._ranks.failure)
         saved, saving = self._checkpoints.newest, self._checkpoints.saving
         return TrainGroupStatistics(self._ranks.thread_statistics(), self._step, failure, saved, saving)
@@ -241,13 +255,16 @@ class TrainGroup:
 
     @property
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        return self._specs
+        """The policy's tensors in the order of `export`; empty before `init`."""
+        return self._specs.get(ACTOR, ())
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
+        """Runs `function(*args)` in the trainer thread of rank 0. Raises TrainerError after `timeout_s`."""
         return await self._ranks.call(function, *args, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
-        outcome = await self._ranks.run(commands.ExportTensors(), "exporting the weights", timeout_s, sink=sink)
+        """Exports the policy once, on all ranks, into `sink` on rank 0; raises what the sink raised, after the end."""
+        outcome = await self._ranks.run(commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=sink)
         assert isinstance(outcome, ExportOutcome)
         if outcome.sink_error is not None:
             raise outcome.sink_error
@@ -274,3 +291,9 @@ class TrainGroup:
             (rollout_id, started), self._executed, self._begun = self._executed, None, False
             self._step, seconds = rollout_id + 1, time.monotonic() - started
             self._events.emit(TrainerStepped(rollout_id=rollout_id, step=self._step, seconds=seconds))
+
+    def _of(self, role: str, what: str) -> str:
+        """A command in words, with the role where it is not the actor. Raises TrainerError for an unknown role."""
+        if role not in self._roles:
+            raise TrainerError(f"this trainer has no role {role!r}; it has {', '.join(self._roles)}")
+        return what if role == ACTOR else f"{what} (role {role})"

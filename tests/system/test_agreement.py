@@ -19,7 +19,6 @@ from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.rollout.executor import RolloutExecutor
-from asyncrl.training.factory import make_trainer
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.transports import make_transport
 from tests.system.conftest import RealFleet, started_fleet
@@ -107,7 +106,6 @@ async def check_agreement(fleet: RealFleet, directory: Path, temperatures: tuple
         trainer = TrainGroup(
             base,
             task_group=tasks,
-            make_trainer=make_trainer,
             events=fleet.events,
             fleet=fleet.controller,
             transport=make_transport(base, "broadcast", open_engine=EngineApi.open),

@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 _PRELOADED = [
     "pytest",
     "torch._dynamo",  # the trainer's first step imports it, at several seconds
-    "asyncrl.training.megatron.trainer",
+    "asyncrl.training.megatron.backend",
     "tests.training.megatron.conftest",  # brings transformers and its models
     "tests.training.worlds",
     __name__,

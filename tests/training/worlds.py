@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -28,16 +28,21 @@ from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
 from asyncrl.training.checkpoints.shard import Shard, Snapshot
-from asyncrl.training.ranks.commands import TrainerFactory
+from asyncrl.training.learner.backend import BackendFactory
+from asyncrl.training.learner.packing import MicroBatch
+from asyncrl.training.learner.step_loss import StepLoss
+from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.ranks.rank import serve_rank
+from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.train_group import TrainGroup
 from asyncrl.weights.buckets import TensorSpec
 from tests.training.forked_ranks import fork_server, meeting_port
 
 Fault = Callable[[], None]
 Faults = Mapping[tuple[int, str], Fault]
-"""(rank, method) → what that rank does in the middle of that method, between two collectives."""
+"""(rank, method) → what that rank does in the middle of that method, between two collectives; another role than the
+actor stands before its method (`reference.logprobs`)."""
 Scenario = Callable[[TrainGroup, EventLog], Awaitable[Any]]
 
 SPECS = (
@@ -60,20 +65,23 @@ def hang() -> None:
 
 
 @dataclass
-class ScriptedTrainer:
+class ScriptedBackend:
     """Every method is a sum over the ranks, so that a rank which is missing is missed."""
 
     config: Config
     layout: RankLayout
+    role: Role
     faults: Faults = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    on_init: Callable[[ScriptedTrainer], object] = id
+    on_init: Callable[[ScriptedBackend], object] = id
+    vocab_size = 1000
 
     def _together(self, method: str, value: float = 1.0) -> float:
         self.calls.append(method)
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total)
-        fault = self.faults.get((self.layout.rank, method))
+        named = method if self.role.name == ACTOR else f"{self.role.name}.{method}"
+        fault = self.faults.get((self.layout.rank, named))
         if fault is not None:
             fault()
         dist.barrier()
@@ -83,16 +91,22 @@ class ScriptedTrainer:
         self.on_init(self)
         self._together("init")
 
-    def train(self, batch: RolloutBatch) -> dict[str, float]:
-        return {"tokens": self._together("train", float(batch.tokens.sum())), "calls": float(len(self.calls))}
+    def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:
+        token_sum = self._together("forward_backward", float(batch.tokens.sum()))
+        agreement = {"logprob_diff": 0.0} if loss.compare else {}
+        sums = {"loss": 0.0, "tokens": float(batch.loss_mask.sum()), **agreement}
+        return Tally(sums, {"token_sum": token_sum, "calls": float(len(self.calls)), **agreement})
 
-    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
-        return {"lr": self._together("train_sft", lr)}
+    def grad_norm(self) -> float:
+        return self._together("grad_norm")
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        self._together("step")
 
     def reset_optimizer(self) -> None:
         self._together("reset_optimizer")
 
-    def logprobs(self, batch: RolloutBatch) -> Tensor:
+    def logprobs(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self._together("logprobs")
         return batch.logprobs * 2
 
@@ -110,10 +124,11 @@ class ScriptedTrainer:
             directory.mkdir(parents=True)
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, {"rank": self.layout.rank}))
+        facts = {"rank": self.layout.rank, "role": self.role.name}
+        return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, facts))
 
     def restore(self, shard: Shard) -> None:
-        assert shard.facts["rank"] == self.layout.rank
+        assert shard.facts == {"rank": self.layout.rank, "role": self.role.name}
         self._together("restore", float(shard.tensors["total"]))
 
     def offload(self, *, keep_weights: bool) -> None:
@@ -161,22 +176,24 @@ def run_world(
     world_size: int = 2,
     faults: Faults | None = None,
     config: Mapping[str, Any] | None = None,
-    on_init: Callable[[ScriptedTrainer], object] = id,
-    make_trainer: TrainerFactory | None = None,
+    on_init: Callable[[ScriptedBackend], object] = id,
+    make_backend: BackendFactory | None = None,
+    roles: Sequence[Role] = (),
     timeout_s: float = 90.0,
     linger_s: float = 20.0,
 ) -> World:
     """Runs `scenario` on rank 0 of a fresh world. An exception of it is raised here, as a text.
 
     Args:
-        make_trainer: builds another trainer than the scripted one, which faults and `on_init` are for.
+        roles: those beside the actor.
+        make_backend: makes another backend than the scripted one, which faults and `on_init` are for.
         linger_s: how long the other ranks may take to end after rank 0 has.
     """
     began = time.monotonic()
     server = fork_server()
     parsed = Config.model_validate(config or {})
-    scripted = partial(ScriptedTrainer, faults=faults or {}, on_init=on_init)
-    work = cloudpickle.dumps((parsed, make_trainer or scripted, scenario))
+    scripted = partial(ScriptedBackend, faults=faults or {}, on_init=on_init)
+    work = cloudpickle.dumps((parsed, make_backend or scripted, roles, scenario))
     reader, writer = server.Pipe(duplex=False)
     port = meeting_port()
     processes = [
@@ -216,11 +233,12 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    config, make_trainer, scenario = cloudpickle.loads(work)
+    config, make_backend, roles, scenario = cloudpickle.loads(work)
     code = 0
     if rank == 0:
         try:
-            answer = (True, anyio.run(_drive, config, make_trainer, scenario, backend_options={"use_uvloop": True}))
+            drive = partial(_drive, config, make_backend, roles, scenario)
+            answer = (True, anyio.run(drive, backend_options={"use_uvloop": True}))
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
@@ -230,16 +248,16 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
         writer.close()
         try:
             with logging_to(None, rank=rank):
-                serve_rank(config, make_trainer)
+                serve_rank(config, make_backend)
         except Exception:
             code = 1
     os._exit(code)  # a thread may be stuck in a collective, on purpose
 
 
-async def _drive(config: Config, make_trainer: TrainerFactory, scenario: Scenario) -> Any:
+async def _drive(config: Config, make_backend: BackendFactory, roles: Sequence[Role], scenario: Scenario) -> Any:
     events = EventLog(None, attempt=3)
     async with anyio.create_task_group() as task_group:
-        group = TrainGroup(config, task_group=task_group, make_trainer=make_trainer, events=events)
+        group = TrainGroup(config, task_group=task_group, roles=roles, make_backend=make_backend, events=events)
         try:
             return await scenario(group, events)
         finally:

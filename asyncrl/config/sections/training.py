@@ -18,6 +18,9 @@ class TrainConfig(Section):
     num_epochs: int = Field(default=1, ge=1)
     """Passes over the data when num_steps is none."""
 
+    backend: Literal["megatron"] = "megatron"
+    """What computes the model and its gradients."""
+
     loss: Literal["grpo", "sft"] = "grpo"
     """grpo: clipped policy gradient with group-relative advantages; sft: cross entropy on the responses."""
 

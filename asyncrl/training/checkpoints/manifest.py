@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from asyncrl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Raised when a reader of the former number could not read the directory."""
+FORMAT = 2
+"""Raised when a reader of the former number could not read the directory. 1 had no roles."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -51,7 +53,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     written_at: float
     """Unix time."""
     layout: SavedLayout
-    tensors: dict[str, SavedTensor]
+    roles: dict[str, dict[str, SavedTensor]]
+    """The tensors of each role's model, by role and name."""
     files: dict[str, FileRecord]
     """Every other file of the directory by its relative path."""
 
@@ -77,6 +80,16 @@ def decode_manifest(text: bytes, where: object) -> Manifest:
         return msgspec.json.decode(text, type=Manifest)
     except msgspec.DecodeError as error:  # also of a field that is missing
         raise CheckpointError(f"{where} is damaged: {error}") from None
+
+
+def check_roles(manifest: Manifest, roles: Collection[str], where: object) -> None:
+    """Raises CheckpointError unless the checkpoint holds the roles of the job, and no other."""
+    if manifest.roles.keys() != set(roles):
+        saved, wanted = ", ".join(sorted(manifest.roles)), ", ".join(sorted(roles))
+        raise CheckpointError(
+            f"{where} holds the roles {saved}, and this job has {wanted}; begin anew from its weights: "
+            f"model.path = {where}/model and checkpoint.resume = never"
+        )
 
 
 def check_layout(manifest: Manifest, layout: SavedLayout, where: object) -> None:

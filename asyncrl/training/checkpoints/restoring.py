@@ -1,37 +1,32 @@
-"""A rank takes its state from a checkpoint, which rank 0 found intact."""
+"""A rank takes the state of a role from a checkpoint, which rank 0 found intact."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.manifest import SavedTensor
-from asyncrl.training.checkpoints.shard import Shard, read_shard
+from asyncrl.training.checkpoints.shard import read_shard
 from asyncrl.training.checkpoints.store import read_manifest
+from asyncrl.training.learner.backend import Backend
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 
 
-class Restorable(Protocol):
-    """A trainer of the model that the job names, with fresh weights."""
+def restore(backend: Backend, directory: Path, layout: RankLayout, role: str) -> None:
+    """Gives `backend`, which has fresh weights, the state of `role`.
 
-    def tensor_specs(self) -> tuple[TensorSpec, ...]: ...
-
-    def restore(self, shard: Shard) -> None: ...
-
-
-def restore(trainer: Restorable, directory: Path, layout: RankLayout) -> None:
-    """Raises CheckpointError where the checkpoint is one of another model."""
-    saved = read_manifest(directory).tensors
-    wanted = saved_tensors(trainer.tensor_specs())
+    Raises CheckpointError where the checkpoint is one of another model.
+    """
+    saved = read_manifest(directory).roles[role]
+    wanted = saved_tensors(backend.tensor_specs())
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise CheckpointError(
                 f"{directory} is a checkpoint of another model: {name} is {_in_words(saved.get(name))} there and "
                 f"{_in_words(wanted.get(name))} in this job; set model.path and model.dtype as they were"
             )
-    trainer.restore(read_shard(directory, layout))
+    backend.restore(read_shard(directory, layout, role))
 
 
 def saved_tensors(specs: tuple[TensorSpec, ...]) -> dict[str, SavedTensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import CheckpointWritten, EventLog, FaultSeen
 from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
-from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote
+from asyncrl.training.checkpoints.manifest import FileRecord, SavedLayout, SavedTensor, Wrote, check_roles
 from asyncrl.training.checkpoints.settings import changed_settings
 from asyncrl.training.checkpoints.store import CheckpointStore, SavedCheckpoint, check_extra, resume_from
 from asyncrl.training.ranks.layout import RankLayout
@@ -108,8 +108,8 @@ class CheckpointSaver:
         """Step of the checkpoint that is being written."""
         return None if self._writing is None else self._writing.step
 
-    async def resume(self) -> SavedCheckpoint | None:
-        """The checkpoint to begin from; says which settings of training are others now.
+    async def resume(self, roles: Collection[str]) -> SavedCheckpoint | None:
+        """The checkpoint to begin from, which has exactly these roles; says which settings of training are others now.
 
         Raises CheckpointError as `resume_from` does.
         """
@@ -125,6 +125,8 @@ class CheckpointSaver:
             raise CheckpointError(
                 f"{self._root}: {error}; the disk hangs, or checkpoint.timeout_s is too short"
             ) from None
+        if found is not None:
+            check_roles(found.manifest, roles, found.path)
         if found is not None and found.config is not None and (changed := changed_settings(found.config, self._config)):
             _log.warning("training goes on under other settings than those of its checkpoint", changed=changed)
         return found
@@ -134,7 +136,7 @@ class CheckpointSaver:
         step: int,
         copy: Callable[[int, Path], Awaitable[object]],
         *,
-        tensors: Mapping[str, SavedTensor],
+        roles: Mapping[str, dict[str, SavedTensor]],
         extra: Mapping[str, bytes],
         wait: bool,
     ) -> Path | None:
@@ -162,9 +164,7 @@ class CheckpointSaver:
             if failed:
                 return None
             raise
-        self._background.start(
-            f"checkpoint of step {step}", partial(self._complete, writing, dict(tensors), dict(extra))
-        )
+        self._background.start(f"checkpoint of step {step}", partial(self._complete, writing, dict(roles), dict(extra)))
         try:
             await copy(number, staging)
         except BaseException:  # a rank failed, or the caller gave up: there may be ranks that never report
@@ -206,11 +206,13 @@ class CheckpointSaver:
         if self._disk is not None:
             self._disk.close()
 
-    async def _complete(self, writing: _Writing, tensors: dict[str, SavedTensor], extra: dict[str, bytes]) -> None:
+    async def _complete(
+        self, writing: _Writing, roles: dict[str, dict[str, SavedTensor]], extra: dict[str, bytes]
+    ) -> None:
         try:
             with anyio.CancelScope(shield=True) as self._completion:
                 await self._patiently(writing, writing.reported.wait)
-                publication = self._thread().submit(lambda: self._publish(writing, tensors, extra), what="publication")
+                publication = self._thread().submit(lambda: self._publish(writing, roles, extra), what="publication")
                 await self._patiently(writing, publication.wait)
                 self._conclude(writing, publication)
                 if writing.path is not None:
@@ -232,7 +234,7 @@ class CheckpointSaver:
                 whom = ", ".join(f"rank {rank}" for rank in sorted(writing.missing)) or "rank 0"
                 self._fault(f"{whom} still writes the checkpoint of step {writing.step} after {timeout_s:g} s")
 
-    def _publish(self, writing: _Writing, tensors: dict[str, SavedTensor], extra: dict[str, bytes]) -> Path:
+    def _publish(self, writing: _Writing, roles: dict[str, dict[str, SavedTensor]], extra: dict[str, bytes]) -> Path:
         """In the thread for the disk."""
         try:
             if writing.problems:
@@ -243,7 +245,7 @@ class CheckpointSaver:
                 step=writing.step,
                 attempt=self._events.attempt,
                 layout=self._layout,
-                tensors=tensors,
+                roles=roles,
                 extra=extra,
                 config=config_toml(self._config),
             )

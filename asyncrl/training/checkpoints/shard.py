@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: optimizer state, weights in full precision, random number generators."""
+"""One rank's part of a checkpoint, by role: optimizer state, weights in full precision, random number generators."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from asyncrl.training.checkpoints.files import write_bytes, write_tensors
 from asyncrl.training.checkpoints.manifest import FileRecord
 from asyncrl.training.models.model_directory import HuggingFaceModel
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import ACTOR
 
 SHARDS = "trainer"
-"""Directory of the shards in a checkpoint."""
+"""Directory of the shards in a checkpoint, one folder for each role."""
 MODEL = "model"
-"""Directory of the Hugging Face export in a checkpoint."""
+"""Directory of the actor's Hugging Face export in a checkpoint."""
 _RNG = "rng."
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """State of one rank; what the names mean is the trainer's affair."""
+    """State of one role on one rank; what the names mean is the backend's affair."""
 
     tensors: dict[str, Tensor]
     """In host memory, shared with nobody."""
@@ -40,35 +41,38 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank has to write: a copy in host memory, so that training may go on."""
+    """What one rank has to write of one role: a copy in host memory, so that training may go on."""
 
     shard: Shard
     model: HuggingFaceModel | None = None
     """The export; rank 0 writes it."""
 
 
-def shard_paths(directory: Path, layout: RankLayout) -> tuple[Path, Path]:
-    """Tensors and facts of one rank."""
-    stem = f"rank-{layout.rank:05d}-of-{layout.world_size:05d}"
-    return directory / SHARDS / f"{stem}.safetensors", directory / SHARDS / f"{stem}.json"
+def shard_paths(directory: Path, layout: RankLayout, role: str) -> tuple[Path, Path]:
+    """Where the tensors and the facts of one role on one rank stand."""
+    stem = directory / SHARDS / role / f"rank-{layout.rank:05d}-of-{layout.world_size:05d}"
+    return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
-def write_snapshot(snapshot: Snapshot, directory: Path, layout: RankLayout) -> dict[str, FileRecord]:
-    """Writes one rank's part into a staged checkpoint; returns its files by relative path. Raises OSError."""
-    tensors_path, facts_path = shard_paths(directory, layout)
-    tensors_path.parent.mkdir(exist_ok=True)
-    written = {
-        tensors_path: write_tensors(tensors_path, snapshot.shard.tensors),
-        facts_path: write_bytes(facts_path, msgspec.json.encode(snapshot.shard.facts) + b"\n"),
-    }
-    if snapshot.model is not None:
-        written |= snapshot.model.write(directory / MODEL)
+def write_snapshots(snapshots: Mapping[str, Snapshot], directory: Path, layout: RankLayout) -> dict[str, FileRecord]:
+    """Writes one rank's part of every role into a staged checkpoint; returns its files by relative path.
+
+    Raises OSError.
+    """
+    written = {}
+    for role, snapshot in snapshots.items():
+        tensors_path, facts_path = shard_paths(directory, layout, role)
+        tensors_path.parent.mkdir(parents=True, exist_ok=True)
+        written[tensors_path] = write_tensors(tensors_path, snapshot.shard.tensors)
+        written[facts_path] = write_bytes(facts_path, msgspec.json.encode(snapshot.shard.facts) + b"\n")
+        if snapshot.model is not None:
+            written |= snapshot.model.write(directory / (MODEL if role == ACTOR else f"{MODEL}-{role}"))
     return {str(path.relative_to(directory)): record for path, record in written.items()}
 
 
-def read_shard(directory: Path, layout: RankLayout) -> Shard:
-    """Raises CheckpointError, which names the file."""
-    tensors_path, facts_path = shard_paths(directory, layout)
+def read_shard(directory: Path, layout: RankLayout, role: str) -> Shard:
+    """Reads one role's part of a rank. Raises CheckpointError, which names the file."""
+    tensors_path, facts_path = shard_paths(directory, layout, role)
     try:
         facts = msgspec.json.decode(facts_path.read_bytes(), type=dict[str, Any])
         return Shard(load_file(tensors_path), facts)

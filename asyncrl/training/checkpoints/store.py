@@ -2,7 +2,7 @@
 
     checkpoints/step-000300/    manifest.json   written last: without it there is no checkpoint
                                 model/          Hugging Face export, loads anywhere
-                                trainer/        shards of the ranks
+                                trainer/ROLE/   shards of the ranks
                                 extra/          files of others: the ledger, the cursor in the data
                                 config.toml     every setting it was written with, without secrets
 
@@ -124,7 +124,7 @@ class CheckpointStore:
         step: int,
         attempt: int,
         layout: SavedLayout,
-        tensors: Mapping[str, SavedTensor],
+        roles: Mapping[str, dict[str, SavedTensor]],
         extra: Mapping[str, bytes],
         config: str,
     ) -> Path:
@@ -146,7 +146,7 @@ class CheckpointStore:
             attempt=attempt,
             written_at=time.time(),
             layout=layout,
-            tensors=dict(tensors),
+            roles=dict(roles),
             files=records,
         )
         write_bytes(staging / MANIFEST, encode_manifest(manifest))

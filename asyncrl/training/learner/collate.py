@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class PackedTokens:
     """int64 [R]: where each sampled token stands in the per-token tensors of the RolloutBatch."""
     samples: Tensor
     """int64 [R]: the sample of each sampled token, as index into the RolloutBatch."""
+    counted: bool
+    """False where the rank computes the micro-batch only because it must take part (`MicroBatch.counted`)."""
+
+    def to(self, device: torch.device) -> PackedTokens:
+        """Moves the model's inputs to `device`; what indexes the RolloutBatch stays on the host."""
+        inputs = ("tokens", "positions", "rows", "targets")
+        return replace(self, **{name: getattr(self, name).to(device) for name in inputs})
 
 
 def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:
@@ -47,7 +55,16 @@ def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:
         targets=tokens[sampled],
         places=places[sampled],
         samples=batch.sample_index[index].repeat_interleave(lengths)[sampled],
+        counted=micro_batch.counted,
     )
+
+
+def load_packed(
+    batch: RolloutBatch, micro_batches: Iterable[MicroBatch], device: torch.device
+) -> Iterator[PackedTokens]:
+    """Packs each micro-batch when its turn comes, and moves the model's inputs to `device`."""
+    for micro_batch in micro_batches:
+        yield pack_tokens(batch, micro_batch).to(device)
 
 
 def trained_sequences(batch: RolloutBatch) -> list[bool]:

@@ -39,7 +39,7 @@ class Optimizer:
         self._device = next(model.parameters()).device
         bf16 = config.params_dtype == torch.bfloat16
         wrapped = Float16Module(config, model) if bf16 else model
-        self.ddp = DistributedDataParallel(
+        self.module = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded),
             wrapped,
@@ -59,14 +59,14 @@ class Optimizer:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=self._sharded,
             ),
-            [self.ddp],
+            [self.module],
             use_gloo_process_groups=False,
         )
         config.finalize_model_grads_func = finalize_model_grads
 
     def zero_grad(self) -> None:
         """Before each forward-backward."""
-        self.ddp.zero_grad_buffer()
+        self.module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
@@ -116,13 +116,7 @@ class Optimizer:
             by_place.setdefault(place, {})[kind] = tensor
         for place, parameter, state in self._places():
             saved = by_place.pop(place, {})
-            weight = saved.pop(_WEIGHT, None)
-            if weight is None or weight.shape != parameter.shape or weight.dtype != parameter.dtype:
-                found = "absent" if weight is None else f"{weight.dtype} {list(weight.shape)}"
-                raise CheckpointError(
-                    f"the checkpoint does not fit: {place} is {found}, not {parameter.dtype} {list(parameter.shape)}"
-                )
-            parameter.copy_(weight)
+            parameter.copy_(fitting(saved.pop(_WEIGHT, None), place, parameter))
             # torch's step count, a scalar, stays on the host
             state.update({n: t.to(parameter.device) if t.dim() > 0 else t for n, t in saved.items()})
         for adam, steps in zip(self._adams(), facts["group_steps"], strict=True):
@@ -133,14 +127,14 @@ class Optimizer:
             if isinstance(optimizer, MixedPrecisionOptimizer):
                 optimizer._copy_main_params_to_model_params()
         if self._sharded:
-            self.ddp.start_param_sync()  # gathers the weights that other ranks hold
+            self.module.start_param_sync()  # gathers the weights that other ranks hold
 
     def offload(self, *, keep_weights: bool) -> None:
         """Drops the gradient buffers and moves Adam state to host memory, and the weights too unless they are kept.
 
         The storage of sharded weights is empty afterwards, so nothing can be exported before `onload`.
         """
-        for buffer in self.ddp.buffers:
+        for buffer in self.module.buffers:
             buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
         host = torch.device("cpu")
         self._move_state(host)
@@ -151,7 +145,7 @@ class Optimizer:
 
     def onload(self) -> None:
         """Undoes `offload`."""
-        for buffer in self.ddp.buffers:
+        for buffer in self.module.buffers:
             buffer.reload_from_cpu(move_params=True, move_grads=True)
         self._move_state(self._device)
         self._move_weights(self._device)
@@ -160,7 +154,7 @@ class Optimizer:
     def _move_weights(self, device: torch.device) -> None:
         """Moves weights that lie outside Megatron's buffers; those of sharded ranks are views of them."""
         if not self._sharded:
-            for parameter in self.ddp.parameters():
+            for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(device)
 
     def _move_state(self, device: torch.device) -> None:
@@ -187,3 +181,13 @@ class Optimizer:
             for j, group in enumerate(adam.param_groups):
                 for k, parameter in enumerate(group["params"]):
                     yield f"{i}.{j}.{k}", parameter, adam.state[parameter]
+
+
+def fitting(saved: Tensor | None, place: str, parameter: Tensor) -> Tensor:
+    """`saved`, where it has the shape and dtype of `parameter`. Raises CheckpointError, which names `place`."""
+    if saved is None or saved.shape != parameter.shape or saved.dtype != parameter.dtype:
+        found = "absent" if saved is None else f"{saved.dtype} {list(saved.shape)}"
+        raise CheckpointError(
+            f"the checkpoint does not fit: {place} is {found}, not {parameter.dtype} {list(parameter.shape)}"
+        )
+    return saved

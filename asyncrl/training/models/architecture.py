@@ -47,15 +47,6 @@ class Architecture:
     """Queries and keys are normalised per head (Qwen3)."""
 
 
-def check_model_type(model: Path) -> str:
-    """The `model_type` of the Hugging Face directory `model`, at no more cost than reading its config.json.
-
-    Raises:
-        ModelError: there is no such directory or config, or models of this type cannot be trained.
-    """
-    return _model_type(model, _Fields(model))
-
-
 def read_architecture(model: Path) -> Architecture:
     """Reads `config.json` of the Hugging Face directory `model`.
 

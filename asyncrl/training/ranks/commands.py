@@ -1,16 +1,18 @@
 """The commands that rank 0 gives to all trainer ranks, and how a rank carries one out.
 
-A command is data; what it does stands in `execute`, the same function on every rank. Rank 0 alone passes a
-sink for exported tensors and uses the returned value.
+A command is data. `RankState.execute` says what it does, and is the same on every rank. Rank 0 alone passes a sink for
+exported tensors and uses the returned value.
+
+Invariant: a failure in a role other than the actor names the role.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -18,98 +20,84 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import AsyncRLError
 from asyncrl.training.checkpoints.restoring import restore
-from asyncrl.training.checkpoints.shard import Shard, Snapshot
+from asyncrl.training.checkpoints.shard import Snapshot
 from asyncrl.training.checkpoints.writing import Report, write_beside
+from asyncrl.training.learner.backend import Backend, BackendFactory
+from asyncrl.training.learner.learner import Learner
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import ACTOR, Role
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import Sink
 
 
-class Trainer(Protocol):
-    """What runs on every trainer rank: synchronous, in one thread, every method collective over the ranks."""
+class Build(msgspec.Struct, frozen=True, tag=True):
+    """Build a role's part of this rank; answers with the role's tensor specs. Each role is built once."""
 
-    def init(self) -> None: ...
-
-    def train(self, batch: RolloutBatch) -> dict[str, float]: ...
-
-    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]: ...
-
-    def reset_optimizer(self) -> None: ...
-
-    def logprobs(self, batch: RolloutBatch) -> Tensor: ...
-
-    def tensor_specs(self) -> tuple[TensorSpec, ...]: ...
-
-    def export_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def export_hf(self, directory: Path) -> None: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def restore(self, shard: Shard) -> None: ...
-
-    def offload(self, *, keep_weights: bool) -> None: ...
-
-    def onload(self) -> None: ...
-
-
-TrainerFactory = Callable[[Config, RankLayout], Trainer]
-
-
-class Init(msgspec.Struct, frozen=True, tag=True):
-    """Build the trainer; answers with its tensor specs."""
-
+    role: Role
     run_dir: str
     """The directory that rank 0 took, which need not be the one that was asked for."""
-
     resume: str | None
-    """The checkpoint to begin from; None begins from the model."""
+    """The checkpoint to begin from; None begins from the role's model."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
     """Train on the batch that follows."""
 
+    role: str
+
 
 class TrainSft(msgspec.Struct, frozen=True, tag=True):
     """One supervised step on the batch that follows."""
 
+    role: str
     lr: float
 
 
 class ResetOptimizer(msgspec.Struct, frozen=True, tag=True):
     """Forget the optimizer's state."""
 
+    role: str
+
 
 class Logprobs(msgspec.Struct, frozen=True, tag=True):
-    """Log-probs of the response tokens of the batch that follows."""
+    """Log-probs of the sampled tokens of the batch that follows."""
+
+    role: str
 
 
 class ExportTensors(msgspec.Struct, frozen=True, tag=True):
     """Walk through the export once, to its end."""
 
+    role: str
+
 
 class ExportHf(msgspec.Struct, frozen=True, tag=True):
     """Write a Hugging Face directory."""
 
-    directory: str
-
-
-class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Copy the rank's state and begin to write it into a staged checkpoint."""
-
-    number: int
+    role: str
     directory: str
 
 
 class Offload(msgspec.Struct, frozen=True, tag=True):
-    """Move the trainer's tensors out of GPU memory."""
+    """Move the role's tensors out of GPU memory."""
 
+    role: str
     keep_weights: bool
 
 
 class Onload(msgspec.Struct, frozen=True, tag=True):
     """Bring them back."""
+
+    role: str
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Copy the state of every role and begin to write it into a staged checkpoint."""
+
+    number: int
+    directory: str
 
 
 class ClearMemory(msgspec.Struct, frozen=True, tag=True):
@@ -120,20 +108,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave the command loop."""
 
 
-Command = (
-    Init
-    | Train
-    | TrainSft
-    | ResetOptimizer
-    | Logprobs
-    | ExportTensors
-    | ExportHf
-    | SaveCheckpoint
-    | Offload
-    | Onload
-    | ClearMemory
-    | Shutdown
-)
+RoleCommand = Train | TrainSft | ResetOptimizer | Logprobs | ExportTensors | ExportHf | Offload | Onload
+"""Commands to one role that was built before."""
+
+Command = Build | RoleCommand | SaveCheckpoint | ClearMemory | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,65 +125,100 @@ Result = dict[str, float] | Tensor | tuple[TensorSpec, ...] | ExportOutcome | No
 
 
 class RankState:
-    """One rank's trainer, from the Init command on.
+    """One rank's learners, by role.
 
     Args:
-        report: is told, in another thread, when the rank's part of a checkpoint was written.
+        report: called in another thread with what became of the rank's part of a checkpoint.
     """
 
-    def __init__(self, config: Config, layout: RankLayout, make_trainer: TrainerFactory, report: Report) -> None:
+    def __init__(self, config: Config, layout: RankLayout, make_backend: BackendFactory, report: Report) -> None:
         self.layout = layout
         self._report = report
         self._config = config
-        self._make_trainer = make_trainer
-        self._trainer: Trainer | None = None
+        self._make_backend = make_backend
+        self._learners: dict[str, Learner] = {}
 
     def execute(self, command: Command, batch: RolloutBatch | None = None, sink: Sink | None = None) -> Result:
-        """Carries out one command; whatever the trainer raises is raised."""
-        if isinstance(command, Init):
-            run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
-            self._trainer = self._make_trainer(self._config.model_copy(update={"run": run}), self.layout)
-            self._trainer.init()
-            if command.resume is not None:
-                restore(self._trainer, Path(command.resume), self.layout)
-            return self._trainer.tensor_specs()
-        assert self._trainer is not None, "the first command is Init"
-        trainer = self._trainer
+        """Carries out one command; raises whatever a learner or its backend raises."""
         match command:
-            case Train():
-                assert batch is not None
-                return trainer.train(batch)
-            case TrainSft(lr=lr):
-                assert batch is not None
-                return trainer.train_sft(batch, lr)
-            case Logprobs():
-                assert batch is not None
-                return trainer.logprobs(batch)
-            case ResetOptimizer():
-                trainer.reset_optimizer()
-            case ExportTensors():
-                return _export(trainer, sink)
-            case ExportHf(directory=directory):
-                trainer.export_hf(Path(directory))
+            case Build(role=role):
+                with _naming(role.name):
+                    return self._build(command)
             case SaveCheckpoint(number=number, directory=directory):
-                write_beside(trainer.snapshot(), Path(directory), number, self.layout, self._report)
-            case Offload(keep_weights=keep_weights):
-                trainer.offload(keep_weights=keep_weights)
-            case Onload():
-                trainer.onload()
+                write_beside(self._snapshots(), Path(directory), number, self.layout, self._report)
             case ClearMemory():
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
             case Shutdown():
-                self._trainer = None
+                self._learners.clear()
+            case _:
+                with _naming(command.role):
+                    return _command_role(self._learners[command.role], command, batch, sink)
         return None
 
+    def _build(self, command: Build) -> tuple[TensorSpec, ...]:
+        run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
+        config = self._config.model_copy(update={"run": run})
+        backend = self._make_backend(config, self.layout, command.role)
+        backend.init()
+        if command.resume is not None:
+            restore(backend, Path(command.resume), self.layout, command.role.name)
+        self._learners[command.role.name] = Learner(config, self.layout, backend)
+        return backend.tensor_specs()
 
-def _export(trainer: Trainer, sink: Sink | None) -> ExportOutcome:
+    def _snapshots(self) -> dict[str, Snapshot]:
+        snapshots = {}
+        for role, learner in self._learners.items():
+            with _naming(role):
+                snapshots[role] = learner.backend.snapshot()
+        return snapshots
+
+
+def _command_role(learner: Learner, command: RoleCommand, batch: RolloutBatch | None, sink: Sink | None) -> Result:
+    backend = learner.backend
+    match command:
+        case Train():
+            assert batch is not None
+            return learner.train(batch)
+        case TrainSft(lr=lr):
+            assert batch is not None
+            return learner.train_sft(batch, lr)
+        case Logprobs():
+            assert batch is not None
+            return learner.logprobs(batch)
+        case ResetOptimizer():
+            backend.reset_optimizer()
+        case ExportTensors():
+            return _export(backend, sink)
+        case ExportHf(directory=directory):
+            backend.export_hf(Path(directory))
+        case Offload(keep_weights=keep_weights):
+            backend.offload(keep_weights=keep_weights)
+        case Onload():
+            backend.onload()
+    return None
+
+
+@contextmanager
+def _naming(role: str) -> Iterator[None]:
+    """Puts the role's name into what fails inside. The actor goes without: a trainer that names no role means it."""
+    try:
+        yield
+    except AsyncRLError as error:
+        if role == ACTOR:
+            raise
+        raise type(error)(f"{role}: {error}").with_traceback(error.__traceback__) from error
+    except Exception as error:  # a defect: it keeps its class and its traceback
+        if role != ACTOR:
+            error.add_note(f"in the role {role}")
+        raise
+
+
+def _export(backend: Backend, sink: Sink | None) -> ExportOutcome:
     """Walks the whole export even when the sink fails: the other ranks are in the same collectives."""
     error: Exception | None = None
-    for name, tensor in trainer.export_tensors():
+    for name, tensor in backend.export_tensors():
         if sink is not None and error is None:
             try:
                 sink.put(name, tensor)

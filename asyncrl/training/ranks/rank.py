@@ -16,8 +16,10 @@ from torch.distributed.rendezvous import rendezvous as meet
 from asyncrl.config import Config
 from asyncrl.errors import TrainerError
 from asyncrl.observability.logging import forwarded
+from asyncrl.training.backends import make_backend
+from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks.command_channel import CommandChannel
-from asyncrl.training.ranks.commands import RankState, Shutdown, TrainerFactory
+from asyncrl.training.ranks.commands import RankState, Shutdown
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.ranks.rank_link import Done, Failed, LinkAddress, LinkClient, describe
 
@@ -113,7 +115,9 @@ def join_as_rank_zero(environment: RankEnvironment, config: Config, address: Lin
     return join_process_groups(environment, store, config.train.step_timeout_s)
 
 
-def serve_rank(config: Config, make_trainer: TrainerFactory, environment: RankEnvironment | None = None) -> None:
+def serve_rank(
+    config: Config, make_backend: BackendFactory = make_backend, environment: RankEnvironment | None = None
+) -> None:
     """The whole life of a rank >= 1: joins, executes what rank 0 commands, returns when told to stop.
 
     Which signals end the process is the caller's affair (asyncrl.exit_protocol).
@@ -126,16 +130,16 @@ def serve_rank(config: Config, make_trainer: TrainerFactory, environment: RankEn
     address = LinkAddress.decode(store.get(_LINK_KEY).decode())
     link = LinkClient(address, environment.rank, config.train.init_timeout_s)
     with forwarded(link.say, rank=environment.rank):
-        _serve(config, make_trainer, environment, store, link)
+        _serve(config, make_backend, environment, store, link)
 
 
 def _serve(
-    config: Config, make_trainer: TrainerFactory, environment: RankEnvironment, store: Store, link: LinkClient
+    config: Config, make_backend: BackendFactory, environment: RankEnvironment, store: Store, link: LinkClient
 ) -> None:
     seq = 0
     try:
         channel = join_process_groups(environment, store, config.train.step_timeout_s)
-        state = RankState(config, environment.layout(config), make_trainer, link.send)
+        state = RankState(config, environment.layout(config), make_backend, link.send)
         while True:
             message = channel.receive()
             seq = message.seq

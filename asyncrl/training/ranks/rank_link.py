@@ -133,9 +133,10 @@ class RankFailure:
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
-    """An exception as data, with the innermost frames of its traceback."""
+    """An exception as data, with its notes and the innermost frames of its traceback."""
     frames = "".join(traceback.format_tb(error.__traceback__)[-_FRAMES:])
-    return RankFailure(rank, type(error).__name__, str(error), frames)
+    message = " ".join([str(error), *getattr(error, "__notes__", ())])
+    return RankFailure(rank, type(error).__name__, message, frames)
 
 
 class LinkServer:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from asyncrl.training.checkpoints.files import read_record, write_bytes, write_tensors
 from asyncrl.training.checkpoints.manifest import FileRecord
-from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, read_shard, restore_rng, write_snapshot
+from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, read_shard, restore_rng, write_snapshots
 from asyncrl.training.ranks.layout import RankLayout
 
 TENSORS = {
@@ -75,12 +75,13 @@ def test_a_shard_is_read_back_on_its_own_rank_and_generators_go_on_where_they_we
     draw()  # leaves a second normal number waiting in Python's and numpy's generators
     rng = capture_rng({"model-parallel": torch.arange(4, dtype=torch.uint8)}, cpu)
     expected = [draw(), draw()]
-    files = write_snapshot(Snapshot(Shard({**rng.tensors, "weight": torch.ones(2)}, rng.facts)), tmp_path, layout)
-    assert list(files) == ["trainer/rank-00001-of-00002.safetensors", "trainer/rank-00001-of-00002.json"]
-    shard = read_shard(tmp_path, layout)
+    snapshot = Snapshot(Shard({**rng.tensors, "weight": torch.ones(2)}, rng.facts))
+    files = write_snapshots({"actor": snapshot}, tmp_path, layout)
+    assert list(files) == [f"trainer/actor/rank-00001-of-00002.{kind}" for kind in ("safetensors", "json")]
+    shard = read_shard(tmp_path, layout, "actor")
     trackers = restore_rng(shard, cpu)
     assert [draw(), draw()] == expected
     assert trackers["model-parallel"].tolist() == [0, 1, 2, 3]
     assert torch.equal(shard.tensors["weight"], torch.ones(2))
     with pytest.raises(Exception, match="cannot be read on rank 0"):
-        read_shard(tmp_path, RankLayout(0, 2, 0, 1))
+        read_shard(tmp_path, RankLayout(0, 2, 0, 1), "actor")

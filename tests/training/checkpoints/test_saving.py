@@ -19,7 +19,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import EventLog
 from asyncrl.training.checkpoints import saver, writing
 from asyncrl.training.train_group import TrainGroup
-from tests.training.worlds import ScriptedTrainer, make_batch, run_world
+from tests.training.worlds import ScriptedBackend, make_batch, run_world
 
 EXTRA = {"ledger.json": b"{}", "cursor.json": b"[7]"}
 
@@ -94,9 +94,9 @@ def test_a_job_goes_on_where_the_last_checkpoint_was_and_has_the_files_of_others
     assert world.exit_codes == (0,) * world_size
 
 
-def limit_files(trainer: ScriptedTrainer) -> None:
+def limit_files(backend: ScriptedBackend) -> None:
     """The last rank's disk takes only tiny files from now on; rank 0's log is a file too."""
-    if trainer.layout.rank == 1:
+    if backend.layout.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 
 
@@ -150,17 +150,17 @@ def test_on_a_disk_without_room_for_the_extra_files_the_former_checkpoint_stays(
     assert names(small_disk) == ["step-000001", "step-000003"]
 
 
-def slow_disk(trainer: ScriptedTrainer) -> None:
+def slow_disk(backend: ScriptedBackend) -> None:
     """The last rank's disk answers once a file `go` is in the run directory."""
-    if trainer.layout.rank == trainer.layout.world_size - 1:
-        write, go = writing.write_snapshot, trainer.config.run.dir / "go"
+    if backend.layout.rank == backend.layout.world_size - 1:
+        write, go = writing.write_snapshots, backend.config.run.dir / "go"
 
         def slow(*arguments: Any) -> Any:
             while not go.exists():
                 time.sleep(0.005)
             return write(*arguments)
 
-        writing.write_snapshot = slow
+        writing.write_snapshots = slow
 
 
 def test_a_slow_disk_is_named_and_costs_the_checkpoints_that_come_due_meanwhile(tmp_path: Path) -> None:
@@ -264,12 +264,12 @@ def test_a_caller_that_gives_up_while_the_state_is_copied_leaves_room_for_the_ne
         await until(events, "fault_seen")
         return str(await group.save_checkpoint(1, wait=True)), faults(events)
 
-    def slow_training(trainer: ScriptedTrainer) -> None:
+    def slow_training(backend: ScriptedBackend) -> None:
         def wait_for_go() -> None:
             while not (tmp_path / "go").exists():
                 time.sleep(0.005)
 
-        trainer.faults = {(0, "train"): wait_for_go}
+        backend.faults = {(0, "forward_backward"): wait_for_go}
 
     saved, [what] = run_world(scenario, world_size=2, config=config_of(tmp_path), on_init=slow_training).value
     assert saved.endswith("step-000002")

@@ -20,14 +20,14 @@ import torch
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.manifest import SavedLayout, SavedTensor
 from asyncrl.training.checkpoints.restoring import restore
-from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshot
+from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshots
 from asyncrl.training.checkpoints.store import CheckpointStore, check_extra, read_checkpoint, resume_from
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 from tests.training.forked_ranks import fork_server
 
 LAYOUT = SavedLayout(1, 1)
-SHARD = "trainer/rank-00000-of-00001.safetensors"
+SHARD = "trainer/actor/rank-00000-of-00001.safetensors"
 
 
 def save(
@@ -37,14 +37,14 @@ def save(
     staging = store.staging(step, number)
     staging.mkdir(parents=True)
     tensors = {"weight": torch.full((size,), float(step))}
-    files = write_snapshot(Snapshot(Shard(tensors, {"step": step})), staging, RankLayout(0, 1, 0, 1))
+    files = write_snapshots({"actor": Snapshot(Shard(tensors, {"step": step}))}, staging, RankLayout(0, 1, 0, 1))
     return store.publish(
         staging,
         files,
         step=step,
         attempt=attempt,
         layout=layout,
-        tensors={"weight": SavedTensor("float32", (size,))},
+        roles={"actor": {"weight": SavedTensor("float32", (size,))}},
         extra={"ledger.json": b"ledger of %d" % step},
         config=f"step = {step}\n",
     )
@@ -57,7 +57,7 @@ def test_what_was_saved_last_is_found_with_the_files_of_others(tmp_path: Path) -
     found = CheckpointStore(tmp_path).newest()
     assert found is not None
     assert (found.path, found.step, found.extra) == (tmp_path / "step-000006", 6, {"ledger.json": b"ledger of 6"})
-    assert found.manifest.tensors == {"weight": SavedTensor("float32", (10,))}
+    assert found.manifest.roles == {"actor": {"weight": SavedTensor("float32", (10,))}}
     assert found.config == (found.path / "config.toml").read_text() == "step = 6\n"
 
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_the_same_step_replaces_the_former_one(tmp_path: Path) -
     save(tmp_path, 3)
     save(tmp_path, 3, size=20)
     found = CheckpointStore(tmp_path).newest()
-    assert found is not None and found.manifest.tensors["weight"].shape == (20,)
+    assert found is not None and found.manifest.roles["actor"]["weight"].shape == (20,)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
@@ -108,7 +108,7 @@ def _from_the_future(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
     "cut manifest": (_garble, "manifest.json is damaged"),
-    "other format": (_from_the_future, "has format 99; this version of asyncrl reads format 1"),
+    "other format": (_from_the_future, "has format 99; this version of asyncrl reads format 2"),
     "empty manifest": (lambda path: (path / "manifest.json").write_text("{}"), "has format None"),
     "missing file": (lambda path: (path / SHARD).unlink(), f"{SHARD}: No such file or directory"),
     "cut file": (_cut, f"{SHARD} has 20 bytes, not "),
@@ -176,10 +176,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_diffe
 ) -> None:
     path, layout = save(tmp_path, 3), RankLayout(0, 1, 0, 1)
     same, other = Model((TensorSpec("weight", "float32", (10,)),)), Model(specs)
-    restore(same, path, layout)
+    restore(same, path, layout, "actor")
     assert same.restored is not None and same.restored.facts == {"step": 3}
     with pytest.raises(CheckpointError) as refused:
-        restore(other, path, layout)
+        restore(other, path, layout, "actor")
     assert f"{path} is a checkpoint of another model: {difference}" in str(refused.value)
     assert other.restored is None
 
@@ -230,10 +230,10 @@ def test_a_file_that_rank_0_cannot_see_is_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     staging = store.staging(3, 1)
     staging.mkdir(parents=True)
-    files = write_snapshot(Snapshot(Shard({"a": torch.ones(1)})), staging, RankLayout(0, 1, 0, 1))
+    files = write_snapshots({"actor": Snapshot(Shard({"a": torch.ones(1)}))}, staging, RankLayout(0, 1, 0, 1))
     (staging / SHARD).unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        store.publish(staging, files, step=3, attempt=0, layout=LAYOUT, tensors={}, extra={}, config="")
+        store.publish(staging, files, step=3, attempt=0, layout=LAYOUT, roles={}, extra={}, config="")
     assert store.newest() is None
 
 

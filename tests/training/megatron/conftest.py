@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import asyncrl.training.megatron.trainer  # noqa: F401  before any fork, so that ranks inherit the import
+import asyncrl.training.megatron.backend  # noqa: F401  before any fork, so that ranks inherit the import
 
 VOCAB_SIZE = 101
 """Odd, so that tensor parallelism must pad it."""

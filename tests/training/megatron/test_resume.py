@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,34 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.observability.events import EventLog
-from asyncrl.training.megatron.trainer import MegatronTrainer
+from asyncrl.training.learner.packing import MicroBatch
+from asyncrl.training.learner.step_loss import StepLoss
+from asyncrl.training.learner.tally import Tally
+from asyncrl.training.megatron.backend import MegatronBackend
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
 from asyncrl.training.train_group import TrainGroup
 from tests.training.batches import make_batch
 from tests.training.worlds import Scenario, run_world
 
 LENGTHS = [(5, 9), (3, 30), (17, 2), (1, 12), (8, 9), (2, 2), (20, 14), (6, 6)]
-KEYS = ("train/loss", "train/grad_norm", "train/lr", "train/logprob_diff_mean", "drawn")
+KEYS = ("train/loss", "train/grad_norm", "train/lr", "train/logprob_diff_mean", "train/drawn")
 
 
-class DrawingTrainer(MegatronTrainer):
-    """Each step draws from every generator, as a model with dropout would."""
+class DrawingBackend(MegatronBackend):
+    """Each optimizer step draws from every generator, as a model with dropout would."""
 
-    def train(self, batch: RolloutBatch) -> dict[str, float]:
-        drawn = random.random() + np.random.rand() + torch.rand(1).item()
-        return {**super().train(batch), "drawn": drawn}
+    def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:
+        tally = super().forward_backward(batch, micro_batches, loss)
+        tally.sums["drawn"] = random.random() + np.random.rand() + torch.rand(1).item()
+        return tally
 
 
-def make_trainer(config: Config, layout: RankLayout) -> DrawingTrainer:
+def make_backend(config: Config, layout: RankLayout, role: Role) -> DrawingBackend:
     random.seed(layout.rank)
     np.random.seed(layout.rank)
     torch.manual_seed(layout.rank)
-    return DrawingTrainer(config, layout)
+    return DrawingBackend(config, layout, role)
 
 
 def batch_of(rollout_id: int) -> RolloutBatch:
@@ -93,7 +99,7 @@ def test_three_steps_kill_and_three_steps_equal_six_steps(
                 "max_tokens_per_microbatch": 64, "tensor_parallel": tensor_parallel,
             },
         }  # fmt: skip
-        return run_world(scenario, world_size=ranks, config=config, make_trainer=make_trainer, timeout_s=60).value
+        return run_world(scenario, world_size=ranks, config=config, make_backend=make_backend, timeout_s=60).value
 
     start, _, expected = run("whole", steps(6, save_at=(6,)))
     assert start == 0

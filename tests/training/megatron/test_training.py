@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.errors import DataError, NonFiniteError
 from asyncrl.training.algorithms.advantages import group_advantages
-from asyncrl.training.megatron.trainer import MegatronTrainer
+from asyncrl.training.learner.learner import Learner
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
 from tests.training.forked_ranks import run_ranks
 from tests.training.megatron.conftest import reference
+from tests.training.megatron.learners import learner_of, optimizer_of, weights_of
 
 STEPS = 4
 LENGTHS = [(5, 9), (3, 30), (17, 2), (1, 12), (8, 9), (2, 2), (20, 14), (6, 6)]
@@ -38,17 +38,8 @@ def batch_of(step: int, temperature: float = 0.8) -> RolloutBatch:
     return make_batch(LENGTHS, groups=GROUPS, temperature=temperature, rollout_id=step, loss_mask=mask)
 
 
-def trainer_of(layout: RankLayout, path: Path, failure_dir: Path | None = None, **train: Any) -> MegatronTrainer:
-    config = Config.model_validate(
-        {"model": {"path": path}, "train": {**TRAIN, "tensor_parallel": layout.tensor_parallel, **train}}
-    )
-    trainer = MegatronTrainer(config, layout, failure_dir=failure_dir)
-    trainer.init()
-    return trainer
-
-
-def weights_of(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.export_tensors()}
+def trainer_of(layout: RankLayout, path: Path, run_dir: Path | None = None, **train: Any) -> Learner:
+    return learner_of(layout, model={"path": path}, run={"dir": run_dir or path.parent}, train={**TRAIN, **train})
 
 
 def train_grpo(
@@ -234,17 +225,15 @@ def poisoned(index: int) -> RolloutBatch:
     return replace(batch, logprobs=batch.logprobs.masked_fill(poison, torch.nan))
 
 
-def train_on_poison(
-    layout: RankLayout, path: Path, failure_dir: Path, policy: str, index: int
-) -> tuple[Any, bool, float]:
-    trainer = trainer_of(layout, path, failure_dir, on_nonfinite=policy)
+def train_on_poison(layout: RankLayout, path: Path, run_dir: Path, policy: str, index: int) -> tuple[Any, bool, float]:
+    trainer = trainer_of(layout, path, run_dir, on_nonfinite=policy)
     trainer.train(batch_of(0))
     before = weights_of(trainer)
     try:
         outcome: Any = trainer.train(poisoned(index))
     except NonFiniteError as error:
         outcome = str(error)
-    unchanged = all(torch.equal(before[name], tensor) for name, tensor in trainer.export_tensors())
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in trainer.backend.export_tensors())
     return outcome, unchanged, trainer.train(batch_of(1))["train/loss"]
 
 
@@ -256,12 +245,12 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
         train_on_poison, model_directory("qwen3"), tmp_path, "stop", 5, **layout
     ):
         assert "the loss is nan in optimizer step 0 of rollout 7" in outcome
-        assert str(tmp_path / "rollout-000007.safetensors") in outcome
+        assert str(tmp_path / "failures" / "rollout-000007.safetensors") in outcome
         assert unchanged
         assert math.isfinite(later_loss)
-    saved = load_file(tmp_path / "rollout-000007.safetensors")
+    saved = load_file(tmp_path / "failures" / "rollout-000007.safetensors")
     assert torch.equal(saved["tokens"], poisoned(5).tokens)
-    facts = json.loads((tmp_path / "rollout-000007.json").read_text())
+    facts = json.loads((tmp_path / "failures" / "rollout-000007.json").read_text())
     assert (facts["optimizer_step"], facts["loss"]) == (0, "nan")
     assert facts["batch"]["sample_ids"] == list(poisoned(5).sample_ids)
 
@@ -278,14 +267,14 @@ def test_a_nan_step_can_be_skipped_and_counted(model_directory: Any, tmp_path: P
 def test_a_batch_that_cannot_be_saved_does_not_hide_why_the_run_stops(model_directory: Any, tmp_path: Path) -> None:
     in_the_way = tmp_path / "failures"
     in_the_way.write_text("a file, not a directory")
-    [(outcome, *_)] = run_ranks(train_on_poison, model_directory("qwen3"), in_the_way, "stop", 5)
+    [(outcome, *_)] = run_ranks(train_on_poison, model_directory("qwen3"), tmp_path, "stop", 5)
     assert "the loss is nan" in outcome
     assert "could not be saved" in outcome
 
 
-def train_with_infinite_gradient(layout: RankLayout, path: Path, failure_dir: Path) -> str:
-    trainer = trainer_of(layout, path, failure_dir)
-    parameter = next(iter(trainer._optimizer.ddp.parameters()))
+def train_with_infinite_gradient(layout: RankLayout, path: Path, run_dir: Path) -> str:
+    trainer = trainer_of(layout, path, run_dir)
+    parameter = next(iter(optimizer_of(trainer).module.parameters()))
     parameter.register_hook(lambda grad: grad * torch.inf if layout.rank == 1 else grad)
     try:
         trainer.train(batch_of(0))
@@ -297,14 +286,14 @@ def train_with_infinite_gradient(layout: RankLayout, path: Path, failure_dir: Pa
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank(model_directory: Any, tmp_path: Path) -> None:
     for outcome in run_ranks(train_with_infinite_gradient, model_directory("qwen3"), tmp_path, world_size=2):
         assert "the gradient norm is" in outcome
-    assert (tmp_path / "rollout-000000.safetensors").exists()
+    assert (tmp_path / "failures" / "rollout-000000.safetensors").exists()
 
 
 def train_with_resets(layout: RankLayout, path: Path, resets: bool) -> dict[str, Tensor]:
     trainer = trainer_of(layout, path)
     trainer.train_sft(batch_of(0), lr=1e-3)
     if resets:
-        trainer.reset_optimizer()
+        trainer.backend.reset_optimizer()
     before = weights_of(trainer)
     trainer.train_sft(batch_of(1), lr=1e-3)
     return {name: tensor - before[name] for name, tensor in weights_of(trainer).items()}
@@ -323,15 +312,14 @@ def export_between_offloads(layout: RankLayout, path: Path, dtype: str) -> tuple
     """Megatron's own buffers, on a CPU that plays the device."""
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda self: self.clone()  # type: ignore[assignment, method-assign]
-    trainer = MegatronTrainer(Config.model_validate({"model": {"path": path, "dtype": dtype}, "train": TRAIN}), layout)
-    trainer.init()
+    trainer = learner_of(layout, model={"path": path, "dtype": dtype}, train=TRAIN)
     trainer.train_sft(batch_of(0), lr=2e-3)
-    weights, optimizer = weights_of(trainer), trainer._optimizer
+    weights, optimizer = weights_of(trainer), optimizer_of(trainer)
     optimizer.offload(keep_weights=True)
-    held = [tensor.untyped_storage().size() for _, tensor in trainer.export_tensors()]
-    same = all(torch.equal(weights[name], tensor) for name, tensor in trainer.export_tensors())
+    held = [tensor.untyped_storage().size() for _, tensor in trainer.backend.export_tensors()]
+    same = all(torch.equal(weights[name], tensor) for name, tensor in trainer.backend.export_tensors())
     optimizer.offload(keep_weights=False)
-    gone = max(b.param_data.untyped_storage().size() for b in optimizer.ddp.buffers)
+    gone = max(b.param_data.untyped_storage().size() for b in optimizer.module.buffers)
     optimizer.onload()
     return held, same, gone, trainer.train_sft(batch_of(1), lr=2e-3)["train/loss"]
 
@@ -347,13 +335,9 @@ def test_weights_stay_exportable_until_they_are_offloaded_too(model_directory: A
 
 
 def train_in_bfloat16(layout: RankLayout, path: Path, dtype: str) -> tuple[list[float], set[str]]:
-    config = Config.model_validate(
-        {"model": {"path": path, "dtype": dtype}, "train": {**TRAIN, "tensor_parallel": layout.tensor_parallel}}
-    )
-    trainer = MegatronTrainer(config, layout)
-    trainer.init()
+    trainer = learner_of(layout, model={"path": path, "dtype": dtype}, train=TRAIN)
     losses = [trainer.train_sft(batch_of(0), lr=1e-3)["train/loss"] for _ in range(STEPS)]
-    return losses, {str(tensor.dtype) for _, tensor in trainer.export_tensors()}
+    return losses, {str(tensor.dtype) for _, tensor in trainer.backend.export_tensors()}
 
 
 @pytest.mark.parametrize("world", [{"world_size": 2}, {"world_size": 2, "tensor_parallel": 2}], ids=["DP", "TP"])
@@ -382,7 +366,7 @@ def train_at_zero_lr(layout: RankLayout, path: Path) -> bool:
     trainer = trainer_of(layout, path, lr=0.0)
     before = weights_of(trainer)
     trainer.train(batch_of(0))
-    return all(torch.equal(before[name], tensor) for name, tensor in trainer.export_tensors())
+    return all(torch.equal(before[name], tensor) for name, tensor in trainer.backend.export_tensors())
 
 
 def test_at_learning_rate_zero_no_bit_changes(model_directory: Any) -> None:

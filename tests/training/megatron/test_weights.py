@@ -12,33 +12,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.config import Config
 from asyncrl.errors import ModelError
+from asyncrl.training.learner.learner import Learner
 from asyncrl.training.megatron import checkpoint
-from asyncrl.training.megatron.trainer import MegatronTrainer
 from asyncrl.training.models import model_directory as model_directory_module
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
 from tests.training.forked_ranks import RankFailure, run_ranks
 from tests.training.megatron.conftest import MODELS, reference, write_model
+from tests.training.megatron.learners import learner_of, weights_of
 
 LENGTHS = [(5, 9), (3, 30), (17, 1), (1, 12), (8, 9), (2, 2), (60, 40)]
 
 
-def trainer_of(layout: RankLayout, path: Path, **train: Any) -> MegatronTrainer:
-    config = Config.model_validate(
-        {"model": {"path": path}, "train": {"tensor_parallel": layout.tensor_parallel, **train}}
-    )
-    trainer = MegatronTrainer(config, layout)
-    trainer.init()
-    return trainer
+def trainer_of(layout: RankLayout, path: Path, **train: Any) -> Learner:
+    return learner_of(layout, model={"path": path}, train=train)
 
 
 def load_and_export(layout: RankLayout, path: Path, temperature: float) -> tuple[Tensor, dict[str, Tensor], Any]:
     trainer = trainer_of(layout, path, max_tokens_per_microbatch=64)
     logprobs = trainer.logprobs(make_batch(LENGTHS, temperature=temperature))
-    specs = {spec.name: (spec.dtype, spec.shape) for spec in trainer.tensor_specs()}
-    return logprobs, {name: tensor.clone() for name, tensor in trainer.export_tensors()}, specs
+    specs = {spec.name: (spec.dtype, spec.shape) for spec in trainer.backend.tensor_specs()}
+    return logprobs, weights_of(trainer), specs
 
 
 def reference_logprobs(path: Path, temperature: float) -> Tensor:
@@ -71,7 +66,7 @@ def test_logprobs_and_weights_equal_those_of_transformers(
 
 
 def export_directory(layout: RankLayout, path: Path, target: Path, max_file_bytes: int) -> None:
-    weights = trainer_of(layout, path)._weights
+    weights = trainer_of(layout, path).backend._weights
     weights.export_directory(path, target, dtype=torch.bfloat16, max_file_bytes=max_file_bytes)
     weights.export_directory(path, target, dtype=torch.bfloat16, max_file_bytes=max_file_bytes)  # replaces
 
@@ -101,7 +96,7 @@ def export_onto_a_full_disk(layout: RankLayout, path: Path, target: Path) -> str
     model_directory_module.write_tensors = full
     outcome = "finished"
     try:
-        trainer.export_hf(target)
+        trainer.backend.export_hf(target)
     except OSError as error:
         outcome = str(error)
     trainer.logprobs(make_batch([(2, 3)]))  # the ranks are still in step

@@ -26,7 +26,7 @@ from asyncrl.training import train_group
 from asyncrl.training.ranks import ranks
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S
 from asyncrl.training.train_group import TrainGroup
-from tests.training.worlds import SPECS, Fault, ScriptedTrainer, die, hang, make_batch, raise_value_error, run_world
+from tests.training.worlds import SPECS, Fault, ScriptedBackend, die, hang, make_batch, raise_value_error, run_world
 
 Call = Callable[[TrainGroup], Awaitable[Any]]
 
@@ -49,8 +49,7 @@ class Collected:
 
 
 CALLS: dict[str, Call] = {
-    "train": lambda group: group.train(0, make_batch()),
-    "train_sft": lambda group: group.train_sft(None, make_batch(), 0.5),
+    "forward_backward": lambda group: group.train(0, make_batch()),
     "reset_optimizer": lambda group: group.reset_optimizer(),
     "logprobs": lambda group: group.logprobs(make_batch()),
     "export_tensors": lambda group: group.export(Collected(), 10.0),
@@ -84,8 +83,8 @@ def test_every_command_runs_on_every_rank(world_size: int, tmp_path: Path) -> No
 
     start, metrics, sft, logprobs, names, finished, saved, kinds, step = world.value
     assert start == 0
-    assert metrics["tokens"] == 36.0 * world_size
-    assert sft["lr"] == 0.5 * world_size
+    assert metrics["train/token_sum"] == 36.0 * world_size
+    assert (sft["train/lr"], sft["train/token_sum"]) == (0.5, 36.0 * world_size)
     assert logprobs == (make_batch().logprobs * 2).tolist()
     assert names == [spec.name for spec in SPECS] and finished and saved
     assert (tmp_path / "export").is_dir()
@@ -106,7 +105,7 @@ def test_a_supervised_step_counts_where_the_loop_says_which_it_is() -> None:
     assert run_world(scenario, world_size=1).value == ([0, 1, 1, 2], [1, 2])
 
 
-@pytest.mark.parametrize("method", ["init", "train", "logprobs", "export_tensors", "export_hf"])
+@pytest.mark.parametrize("method", ["init", "forward_backward", "logprobs", "export_tensors", "export_hf"])
 def test_a_rank_that_raises_is_named_with_its_traceback_at_once(method: str) -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         if method != "init":
@@ -130,7 +129,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_at_once(method: str) -> 
     assert world.exit_codes == (0, 1)
 
 
-@pytest.mark.parametrize("method", ["train", "export_tensors"])
+@pytest.mark.parametrize("method", ["forward_backward", "export_tensors"])
 def test_a_rank_that_is_killed_is_named_and_not_the_rank_whose_collective_broke(method: str) -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
@@ -156,7 +155,7 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs() -> None:
         await group.dispose()
         return str(caught.value), time.monotonic() - began
 
-    world = run_world(scenario, faults={(1, "train"): hang}, config={"train": {"step_timeout_s": 1.0}})
+    world = run_world(scenario, faults={(1, "forward_backward"): hang}, config={"train": {"step_timeout_s": 1.0}})
 
     message, dispose_s = world.value
     assert "training on rollout 0 did not end within 1 s" in message
@@ -187,7 +186,10 @@ def test_an_error_of_our_own_keeps_its_class_across_ranks() -> None:
             await group.train(0, make_batch())
         return str(caught.value)
 
-    assert run_world(scenario, faults={(1, "train"): not_finite}).value == "trainer rank 1: loss is nan at step 3"
+    assert (
+        run_world(scenario, faults={(1, "forward_backward"): not_finite}).value
+        == "trainer rank 1: loss is nan at step 3"
+    )
 
 
 def test_what_rank_zero_says_of_a_failure_that_all_ranks_see_is_what_is_told() -> None:
@@ -205,7 +207,7 @@ def test_what_rank_zero_says_of_a_failure_that_all_ranks_see_is_what_is_told() -
             await group.train(0, make_batch())
         return str(caught.value)
 
-    faults = {(1, "train"): at_once, (0, "train"): a_little_later}
+    faults = {(1, "forward_backward"): at_once, (0, "forward_backward"): a_little_later}
     assert run_world(scenario, faults=faults).value == "the batch is saved in runs/really"
 
 
@@ -216,8 +218,8 @@ def test_every_rank_knows_the_run_directory_that_rank_zero_took(tmp_path: Path) 
         await group.init()
         await group.export_hf(tmp_path / "out")
 
-    def note_directory(trainer: ScriptedTrainer) -> None:
-        (tmp_path / f"rank-{trainer.layout.rank}").write_text(str(trainer.config.run.dir))
+    def note_directory(backend: ScriptedBackend) -> None:
+        (tmp_path / f"rank-{backend.layout.rank}").write_text(str(backend.config.run.dir))
 
     run_world(scenario, on_init=note_directory)
     assert {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "taken-2")}
@@ -233,7 +235,7 @@ def test_a_warning_of_another_rank_is_logged_by_rank_zero(tmp_path: Path) -> Non
             await group.init()
             await group.train(0, make_batch())
 
-    run_world(scenario, faults={(1, "train"): warn})
+    run_world(scenario, faults={(1, "forward_backward"): warn})
     lines = [json.loads(line) for line in (tmp_path / "logs" / "driver.jsonl").read_text().splitlines()]
     assert [(line["rank"], line["level"], line["event"]) for line in lines] == [
         (1, "warning", "the shape is odd"),
@@ -274,7 +276,7 @@ def test_a_failing_sink_is_no_failure_of_a_rank_and_the_export_is_walked_to_its_
             await group.export(broken, 10.0)
         await group.export(whole, 10.0)
         metrics = await group.train(0, make_batch())
-        return broken.names, broken.finished, whole.names, metrics["calls"]
+        return broken.names, broken.finished, whole.names, metrics["train/calls"]
 
     names, finished, whole, calls = run_world(scenario).value
     assert names == ["first"] and not finished
@@ -305,9 +307,9 @@ def test_a_cancelled_call_leaves_the_ranks_in_step() -> None:
         cancelled = await begin_and_give_up(group)
         return cancelled, await group.train_sft(None, make_batch(), 0.25)
 
-    cancelled, metrics = run_world(scenario, faults={(1, "train"): slow}).value
+    cancelled, metrics = run_world(scenario, faults={(1, "forward_backward"): slow}).value
     assert cancelled
-    assert metrics == {"lr": 0.5}
+    assert metrics["train/token_sum"] == 72.0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -322,7 +324,7 @@ def test_a_step_that_its_caller_gave_up_is_trained_and_counted_once_it_is_settle
         steps += [group.statistics().step, await group.settle(), await group.settle()]
         return steps, [event["step"] for event in events.recent if event["kind"] == "trainer_stepped"]
 
-    world = run_world(scenario, world_size=world_size, faults={(0, "train"): slow})
+    world = run_world(scenario, world_size=world_size, faults={(0, "forward_backward"): slow})
     assert world.value == ([0, 0, 1, 1], [1])
 
 
@@ -339,7 +341,9 @@ def test_what_fails_in_a_step_that_was_given_up_is_raised_where_it_is_settled(ra
             await group.settle()
         return str(caught.value)
 
-    assert f"trainer rank {rank}: ValueError: boom" in run_world(scenario, faults={(rank, "train"): fail}).value
+    assert (
+        f"trainer rank {rank}: ValueError: boom" in run_world(scenario, faults={(rank, "forward_backward"): fail}).value
+    )
 
 
 def test_who_settles_waits_for_a_step_and_for_nothing_else() -> None:
@@ -384,7 +388,7 @@ def test_what_an_abandoned_call_raises_breaks_the_trainer() -> None:
         time.sleep(1.0)
         raise_value_error()
 
-    assert "boom" in run_world(scenario, world_size=1, faults={(0, "train"): slow_failure}).value
+    assert "boom" in run_world(scenario, world_size=1, faults={(0, "forward_backward"): slow_failure}).value
 
 
 def test_ranks_do_not_outlive_rank_0() -> None:
@@ -405,7 +409,9 @@ def test_a_rank_stuck_in_a_collective_does_not_outlive_a_failed_job(fault: Fault
         with pytest.raises(TrainerError):
             await group.train(0, make_batch())
 
-    world = run_world(scenario, world_size=3, faults={(1, "train"): fault}, config={"train": {"step_timeout_s": 1.0}})
+    world = run_world(
+        scenario, world_size=3, faults={(1, "forward_backward"): fault}, config={"train": {"step_timeout_s": 1.0}}
+    )
     assert world.exit_codes[0] == 0
     assert None not in world.exit_codes
 
@@ -436,8 +442,6 @@ async def test_a_publication_waits_as_long_for_engines_that_start_as_they_may_ta
     config = Config.model_validate({"engine": {"start_timeout_s": 7200.0}})
     there: Any = object()
     async with anyio.create_task_group() as task_group:
-        group = TrainGroup(
-            config, task_group=task_group, make_trainer=there, events=EventLog(None), fleet=there, transport=there
-        )
+        group = TrainGroup(config, task_group=task_group, events=EventLog(None), fleet=there, transport=there)
         await group.update_weights()
     assert asked["begin_timeout_s"] > 7200.0 + config.router.start_timeout_s

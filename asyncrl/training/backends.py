@@ -1,0 +1,55 @@
+"""Training backends by name: what each can train, and how a rank gets one.
+
+Importing this module loads neither torch nor a backend's libraries: the driver asks `check_trainable` before anything
+starts. A rank calls `make_backend` in the thread that will train, and that loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncrl.config import Config
+from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
+
+if TYPE_CHECKING:
+    from asyncrl.training.learner.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """A backend that `train.backend` may name."""
+
+    check: Callable[[Config], None]
+    """Raises ModelError or ConfigError for a model, numbers (`model.dtype`) or a tensor-parallel size that the backend
+    cannot train."""
+    make: Callable[[Config, RankLayout, Role], Backend]
+    """Makes one rank's part; see `asyncrl.training.learner.backend.BackendFactory`."""
+
+
+def check_trainable(config: Config) -> None:
+    """Raises ModelError or ConfigError where `train.backend` cannot train the job's model."""
+    BACKENDS[config.train.backend].check(config)
+
+
+def make_backend(config: Config, layout: RankLayout, role: Role) -> Backend:
+    """One rank's part of a role on the backend that `train.backend` names. Raises as `check_trainable` does."""
+    return BACKENDS[config.train.backend].make(config, layout, role)
+
+
+def _check_megatron(config: Config) -> None:
+    """Dense Llama, Qwen2 and Qwen3 models, in float32 or bfloat16."""
+    check_tensor_parallel(read_architecture(config.model.path), config.train.tensor_parallel)
+
+
+def _make_megatron(config: Config, layout: RankLayout, role: Role) -> Backend:
+    from asyncrl.training.megatron.backend import MegatronBackend
+
+    return MegatronBackend(config, layout, role)
+
+
+BACKENDS = {"megatron": BackendEntry(_check_megatron, _make_megatron)}
+"""Every value of `train.backend`; the configuration lists the same names."""

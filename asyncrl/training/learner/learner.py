@@ -1,0 +1,179 @@
+"""Learner: one rank's training on a backend, as far as no backend has to know it.
+
+It plans the optimizer steps of a batch, gives them their learning rate, stops or skips at figures that are not finite,
+and turns tallies into metrics.
+
+Invariants
+- Every method is collective: all ranks call it with the same arguments, in the same order, each in its one thread.
+- The result of a step does not depend on how the batch is cut into micro-batches or over ranks (up to rounding).
+- No weight changes before all ranks know that the step's loss and gradient are finite.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NoReturn
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.saved_batch import batch_paths, save_batch
+from asyncrl.errors import NonFiniteError
+from asyncrl.training.algorithms import losses
+from asyncrl.training.algorithms.advantages import group_advantages, groups_without_signal
+from asyncrl.training.learner.backend import Backend
+from asyncrl.training.learner.collate import PackedTokens, check_batch, trained_sequences
+from asyncrl.training.learner.packing import StepPlan, plan_steps
+from asyncrl.training.learner.schedule import learning_rate
+from asyncrl.training.learner.step_loss import LossFunction, StepLoss
+from asyncrl.training.learner.tally import Tally
+from asyncrl.training.ranks.layout import RankLayout
+
+
+class Learner:
+    """Trains what `backend` holds, together with the other ranks of `layout`."""
+
+    def __init__(self, config: Config, layout: RankLayout, backend: Backend) -> None:
+        self.backend = backend
+        self._config = config
+        self._layout = layout
+        self._failures = config.run.dir / "failures"
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        """One training step on a rollout batch: `train.batch_epochs` passes over it, each of `train.minibatches`
+        optimizer steps, with `train.loss` and one learning rate.
+
+        Every pass takes the same mini-batches in the same order, with the advantages of the batch and the log-probs of
+        the policy that sampled it; only the trainer's own are computed anew.
+
+        Returns:
+            Metrics by name (`train/...`), the same on every rank: over all optimizer steps, so that
+            `train/trained_tokens` counts a token once in each pass. `train/logprob_diff_*` compares the trainer with
+            the engine over the tokens of the first optimizer step of the first pass, computed before it.
+
+        Raises:
+            NonFiniteError: on every rank, before the step's weights change; the batch is saved.
+            DataError: the batch holds ids outside the vocabulary or lengths that do not add up.
+        """
+        train = self._config.train
+        lr = learning_rate(
+            batch.rollout_id,
+            peak=train.lr,
+            warmup_steps=train.lr_warmup_steps,
+            decay=train.lr_decay,
+            total_steps=train.num_steps,
+        )
+        if train.loss == "sft":
+            loss = StepLoss(batch, _sft_loss, temperature=1.0, compare=False)
+            return self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
+        loss = StepLoss(batch, self._grpo_loss(batch), temperature=batch.temperature, compare=True)
+        metrics = self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
+        silent = groups_without_signal(batch.rewards, batch.group_index)
+        return {**metrics, "train/groups_without_signal": float(silent)}
+
+    def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
+        """One optimizer step of cross entropy on the responses, at learning rate `lr` and temperature 1; as `train`."""
+        return self._run(StepLoss(batch, _sft_loss, temperature=1.0, compare=False), lr, minibatches=1, epochs=1)
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Log-probs of sampled tokens at the batch's temperature.
+
+        Returns:
+            float32 [T], 0 for context; the same on every rank.
+
+        Raises:
+            DataError: as `train`.
+        """
+        check_batch(batch, self.backend.vocab_size)
+        plans = self._plan(batch, (batch.sampled_lengths > 0).tolist(), minibatches=1)
+        return self.backend.logprobs(batch, plans[0].ranks[self._layout.data_parallel_rank] if plans else ())
+
+    def _grpo_loss(self, batch: RolloutBatch) -> LossFunction:
+        train = self._config.train
+        advantages = group_advantages(batch.rewards, batch.group_index, normalize=train.normalize_advantages)
+
+        def loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
+            return losses.grpo(
+                logprobs,
+                batch.logprobs[packed.places].to(logprobs.device),
+                advantages[packed.samples].to(logprobs.device),
+                mask,
+                clip_low=train.clip_low,
+                clip_high=train.clip_high,
+            )
+
+        return loss
+
+    def _plan(self, batch: RolloutBatch, trained: list[bool], *, minibatches: int) -> tuple[StepPlan, ...]:
+        return plan_steps(
+            batch.sequence_lengths.tolist(),
+            batch.sequence_groups.tolist(),
+            trained,
+            data_parallel=self._layout.data_parallel,
+            max_tokens=self._config.train.max_tokens_per_microbatch,
+            minibatches=minibatches,
+        )
+
+    def _run(self, loss: StepLoss, lr: float, *, minibatches: int, epochs: int) -> dict[str, float]:
+        """Takes every optimizer step of `epochs` passes; returns the metrics."""
+        batch, backend = loss.batch, self.backend
+        check_batch(batch, backend.vocab_size)
+        plans = self._plan(batch, trained_sequences(batch), minibatches=minibatches) * epochs
+        total, norms, agreement = Tally(), list[float](), dict[str, float]()
+        for number, plan in enumerate(plans):
+            step_loss = replace(loss, compare=loss.compare and number == 0)
+            tally = backend.forward_backward(batch, plan.ranks[self._layout.data_parallel_rank], step_loss)
+            grad_norm = backend.grad_norm()
+            if math.isfinite(tally.sums["loss"]) and math.isfinite(grad_norm):
+                backend.step(lr, grad_norm)
+                norms.append(grad_norm)
+                if step_loss.compare:
+                    agreement["logprob_diff_mean"] = tally.sums.pop("logprob_diff") / tally.sums["tokens"]
+                    agreement["logprob_diff_max"] = tally.maxima.pop("logprob_diff")
+                total.add(tally)
+            elif self._config.train.on_nonfinite == "stop":
+                self._stop(batch, plan, number, tally.sums["loss"], grad_norm)
+        trained = total.sums.pop("tokens", 0.0)
+        metrics = {
+            "lr": lr,
+            "tokens": float(len(batch.tokens)),
+            "trained_tokens": trained,
+            "updates": float(len(norms)),
+            "skipped_updates": float(len(plans) - len(norms)),
+            **({"grad_norm": sum(norms) / len(norms)} if norms else {}),
+            **{name: value / trained for name, value in total.sums.items()},  # a step that trained nothing has none
+            **total.maxima,
+            **agreement,
+        }
+        return {f"train/{name}": value for name, value in metrics.items()}
+
+    def _stop(self, batch: RolloutBatch, plan: StepPlan, number: int, loss: float, grad_norm: float) -> NoReturn:
+        """Raises NonFiniteError; every rank calls it, since loss and norm were reduced over all of them."""
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+        path, _ = batch_paths(self._failures, batch.rollout_id)
+        saved = f"the batch is saved in {path}"
+        if self._layout.rank == 0:
+            facts = {
+                "what": what,
+                "optimizer_step": number,
+                "loss": str(loss),
+                "grad_norm": str(grad_norm),
+                "samples": sorted({batch.sample_ids[i] for i in batch.sample_index[list(plan.sequences)].tolist()}),
+            }
+            try:
+                save_batch(batch, self._failures, facts)
+            except (OSError, SafetensorError) as error:  # a full disk must not hide why the run stops
+                saved = f"the batch could not be saved in {path} ({error})"
+        dist.barrier()  # the first rank that reports a failure ends the job, so all wait until the batch is saved
+        raise NonFiniteError(
+            f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; {saved}. "
+            f'Lower train.lr or train.grad_clip, or set train.on_nonfinite = "skip" to go on without such steps'
+        )
+
+
+def _sft_loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
+    return losses.sft(logprobs, mask)

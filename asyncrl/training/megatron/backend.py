@@ -1,0 +1,143 @@
+"""MegatronBackend: one rank's part of a model, computed and sharded by Megatron-core.
+
+Never run so far (needs a GPU): bfloat16 with NCCL, Transformer Engine layers, `offload` and `onload` other than as
+no-ops; the generators of a GPU in `snapshot` and `restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, restore_rng
+from asyncrl.training.learner.packing import MicroBatch
+from asyncrl.training.learner.step_loss import StepLoss
+from asyncrl.training.learner.tally import Tally
+from asyncrl.training.megatron.checkpoint import Checkpoint, WeightExchange
+from asyncrl.training.megatron.frozen import FrozenModel
+from asyncrl.training.megatron.model import PolicyModel, transformer_config
+from asyncrl.training.megatron.optimizer import Optimizer
+from asyncrl.training.megatron.parallel import join
+from asyncrl.training.megatron.step import forward_backward, forward_logprobs
+from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
+from asyncrl.weights.buckets import TensorSpec
+
+_MODEL = "model."
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronBackend:
+    """Implements `asyncrl.training.learner.backend.Backend`, which says what each method promises."""
+
+    def __init__(self, config: Config, layout: RankLayout, role: Role) -> None:
+        """Reads no weights yet. Raises ConfigError or ModelError for a model that cannot be trained so."""
+        self._config = config
+        self._layout = layout
+        self._source, self._trained = Path(role.model), role.trained
+        self._architecture = read_architecture(self._source)
+        check_tensor_parallel(self._architecture, layout.tensor_parallel)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, without padding."""
+        return self._architecture.vocab_size
+
+    def init(self) -> None:
+        """Joins Megatron's groups, builds the model and loads its weights. Raises ModelError."""
+        config, layout = self._config, self._layout
+        self._device = join(config, layout)
+        cuda = self._device.type == "cuda"
+        dtype = _DTYPES[("bfloat16" if cuda else "float32") if config.model.dtype == "auto" else config.model.dtype]
+        model_config = transformer_config(self._architecture, dtype=dtype, tensor_parallel=layout.tensor_parallel)
+        model = PolicyModel(self._architecture, model_config).to(device=self._device, dtype=dtype)
+        self._weights = WeightExchange(
+            dict(model.named_parameters()),
+            self._architecture,
+            layout,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        checkpoint = Checkpoint(self._source)
+        self._source_dtype = checkpoint.dtype()
+        self._weights.load(checkpoint)
+        self._model: Optimizer | FrozenModel = (
+            Optimizer(model, model_config, config.train, data_parallel=layout.data_parallel)
+            if self._trained
+            else FrozenModel(model, model_config)
+        )
+
+    def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:
+        """Leaves the mean gradient over the trained tokens of all ranks in Megatron's buffers; returns their tally."""
+        self._optimizer.zero_grad()
+        return forward_backward(
+            self._optimizer.module, batch, micro_batches, loss, vocab_size=self.vocab_size, device=self._device
+        )
+
+    def logprobs(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Log-probs of sampled tokens: float32 [T] on the CPU, the same on every rank."""
+        return forward_logprobs(
+            self._model.module, batch, micro_batches, vocab_size=self.vocab_size, device=self._device
+        )
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradient, the same on every rank."""
+        return self._optimizer.grad_norm()
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """Clips the gradient and updates the weights."""
+        self._optimizer.step(lr, grad_norm)
+
+    def reset_optimizer(self) -> None:
+        """Forgets Adam's moments and step count."""
+        self._optimizer.reset()
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that `export_tensors` yields, in its order."""
+        return self._weights.specs()
+
+    def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, whole tensor); see `WeightExchange.export`."""
+        return self._weights.export()
+
+    def export_hf(self, directory: Path) -> None:
+        """Writes a Hugging Face directory on rank 0 in the dtype of the model that was loaded. Raises OSError there."""
+        self._weights.export_directory(self._source, directory, dtype=self._source_dtype)
+
+    def snapshot(self) -> Snapshot:
+        """Copies weights, Adam's state and random number generators; on rank 0 the whole model too if it is trained."""
+        tensors, facts = self._model.state()
+        rng = capture_rng(tensor_parallel.get_cuda_rng_tracker().get_states(), self._device)
+        shard = Shard(
+            {**{f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}, **rng.tensors},
+            {"model": facts, **rng.facts},
+        )
+        whole = self._weights.collect(self._source, dtype=self._source_dtype) if self._trained else None
+        return Snapshot(shard, whole)
+
+    def restore(self, shard: Shard) -> None:
+        """Goes on from a snapshot of the same rank and layout. Raises CheckpointError for one of another model."""
+        tensors = {n.removeprefix(_MODEL): t for n, t in shard.tensors.items() if n.startswith(_MODEL)}
+        self._model.restore(tensors, shard.facts["model"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(restore_rng(shard, self._device))
+
+    def offload(self, *, keep_weights: bool) -> None:
+        """Moves Adam's state to host memory and drops gradients; the weights go too unless they are kept."""
+        if self._device.type == "cuda":
+            self._model.offload(keep_weights=keep_weights)
+
+    def onload(self) -> None:
+        """Undoes `offload`."""
+        if self._device.type == "cuda":
+            self._model.onload()
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        assert isinstance(self._model, Optimizer), "a frozen role is not trained"
+        return self._model

@@ -1,0 +1,35 @@
+"""A learner on the Megatron backend, as a rank holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.training.backends import make_backend
+from asyncrl.training.learner.learner import Learner
+from asyncrl.training.megatron.backend import MegatronBackend
+from asyncrl.training.megatron.optimizer import Optimizer
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import ACTOR, Role
+
+
+def learner_of(layout: RankLayout, **sections: dict[str, Any]) -> Learner:
+    """An actor, built and loaded; `sections` are those of the configuration. Collective."""
+    train = {"tensor_parallel": layout.tensor_parallel, **sections.pop("train", {})}
+    config = Config.model_validate({**sections, "train": train})
+    learner = Learner(config, layout, make_backend(config, layout, Role(ACTOR, str(config.model.path))))
+    learner.backend.init()
+    return learner
+
+
+def optimizer_of(learner: Learner) -> Optimizer:
+    """Megatron's own optimizer, for tests of its buffers."""
+    assert isinstance(learner.backend, MegatronBackend)
+    return learner.backend._optimizer
+
+
+def weights_of(learner: Learner) -> dict[str, Tensor]:
+    """A copy of the whole model, by Hugging Face name. Collective."""
+    return {name: tensor.clone() for name, tensor in learner.backend.export_tensors()}

@@ -1,0 +1,97 @@
+"""A frozen reference beside the actor on real ranks: weights alone, its own log-probs, and a place in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.observability.events import EventLog
+from asyncrl.training.backends import make_backend
+from asyncrl.training.learner.learner import Learner
+from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import Role
+from asyncrl.training.train_group import TrainGroup
+from tests.training.batches import make_batch
+from tests.training.forked_ranks import run_ranks
+from tests.training.megatron.learners import learner_of
+from tests.training.worlds import run_world
+
+LENGTHS = [(5, 9), (3, 30), (17, 2), (1, 12)]
+LAYOUTS = pytest.mark.parametrize(
+    ("ranks", "tensor_parallel"), [(1, 1), (2, 1), (2, 2)], ids=["one rank", "DP 2", "TP 2"]
+)
+
+
+async def train_two_steps(group: TrainGroup) -> list[str]:
+    return [(await group.train(step, make_batch(LENGTHS, rollout_id=step)))["train/loss"].hex() for step in range(2)]
+
+
+@LAYOUTS
+def test_a_reference_keeps_its_log_probs_while_the_actor_trains_and_through_a_resume(
+    model_directory: Any, tmp_path: Path, ranks: int, tensor_parallel: int
+) -> None:
+    batch = make_batch(LENGTHS)
+
+    async def alone(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        return await train_two_steps(group), await group.logprobs(batch)
+
+    async def with_reference(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        before = await group.logprobs(batch, role="reference")
+        losses = await train_two_steps(group)
+        path = await group.save_checkpoint(1, wait=True)
+        return before, losses, await group.logprobs(batch), await group.logprobs(batch, role="reference"), path
+
+    async def resumed(group: TrainGroup, events: EventLog) -> Any:
+        return await group.init(), await group.logprobs(batch), await group.logprobs(batch, role="reference")
+
+    def run(scenario: Any, directory: str, **more: Any) -> Any:
+        config = {
+            "run": {"dir": tmp_path / directory},
+            "model": {"path": model_directory("qwen3")},
+            "train": {"lr": 1e-3, "tensor_parallel": tensor_parallel},
+        }
+        return run_world(scenario, world_size=ranks, config=config, make_backend=make_backend, **more).value
+
+    reference = (Role("reference", str(model_directory("qwen2-tied")), trained=False),)
+    expected_losses, expected = run(alone, "alone")
+    before, losses, actor, after, path = run(with_reference, "both", roles=reference)
+    assert losses == expected_losses and torch.equal(actor, expected), "the actor trains as it does alone"
+    assert torch.equal(before, after) and not torch.equal(after, actor)
+    step, again, reference_again = run(resumed, "both", roles=reference)
+    assert step == 2 and torch.equal(again, actor) and torch.equal(reference_again, after)
+    shard = load_file(path / f"trainer/reference/rank-00000-of-0000{ranks}.safetensors")
+    weights = {name for name in shard if not name.startswith("rng.")}
+    assert len(weights) > 15 and not any("exp_avg" in name for name in weights)
+    assert sorted(folder.name for folder in path.iterdir() if folder.is_dir()) == ["model", "trainer"]
+
+
+def logprobs_of_both(layout: RankLayout, path: Path) -> tuple[Tensor, Tensor, int, int]:
+    config = Config.model_validate({"model": {"path": path}, "train": {"tensor_parallel": layout.tensor_parallel}})
+    backend = make_backend(config, layout, Role("reference", str(path), trained=False))
+    backend.init()
+    batch = make_batch(LENGTHS)
+    frozen = Learner(config, layout, backend).logprobs(batch)
+    model: Any = backend
+    parameters = list(model._model.module.parameters())
+    held = sum(tensor.numel() for name, tensor in backend.snapshot().shard.tensors.items() if "rng" not in name)
+    assert not any(parameter.requires_grad for parameter in parameters)
+    actor = learner_of(layout, model={"path": path})  # whose process groups are those of the reference
+    return frozen, actor.logprobs(batch), held, sum(parameter.numel() for parameter in parameters)
+
+
+@LAYOUTS
+def test_a_frozen_role_holds_weights_alone_and_computes_what_the_actor_computes(
+    model_directory: Any, ranks: int, tensor_parallel: int
+) -> None:
+    world = {"world_size": ranks, "tensor_parallel": tensor_parallel}
+    for frozen, actor, held, parameters in run_ranks(logprobs_of_both, model_directory("qwen3"), **world):
+        assert torch.equal(frozen, actor)
+        assert held == parameters
