@@ -31,6 +31,7 @@ from asyncrl.inference.sglang.engine_api import CheckAction, Checksums, RankChec
 from asyncrl.inference.updates.leases import LeaseBook, sort_acks
 from asyncrl.inference.updates.verify import differing
 from asyncrl.inference.views import InferenceStatistics
+from asyncrl.tasks import Changes
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class FakeController:
         self._snapshot: dict[str, Checksums] = {}
         self._random = (f"random numbers {i}" for i in itertools.count())
         self._committed = self._aborted = self._restarts = 0
-        self._changed = anyio.Event()
+        self._changes = Changes()
         self._book = LeaseBook()
         self._disposed = False
         self._health_paused = False
@@ -101,8 +102,7 @@ class FakeController:
             if engine.state is EngineState.PENDING_WEIGHTS and self._directory is not None:
                 engine.move(EngineState.UPDATING)
                 self._serve(engine)
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changes.notify()
 
     def _serve(self, engine: _Engine) -> None:
         assert self.published is not None
@@ -120,7 +120,7 @@ class FakeController:
 
     async def wait_publication_needed(self) -> None:
         while not self._needs_publication:
-            await self._changed.wait()
+            await self._changes.wait()
 
     def fleet(self) -> FleetView:
         engines = tuple(engine.status for engine in self._engines.values())

@@ -18,6 +18,7 @@ from asyncrl.config.sections.inference import RouterConfig
 from asyncrl.inference.engines.ports import PortAllocator
 from asyncrl.inference.routing.router_client import RouterClient
 from asyncrl.inference.sglang.launch import router_argv
+from asyncrl.tasks import Changes
 
 HOST = "127.0.0.1"
 
@@ -52,7 +53,7 @@ class StandIn:
     """Breaks the connection of /generate."""
     url: str = ""
     _released: anyio.Event | None = None
-    _changed: anyio.Event = field(default_factory=anyio.Event)
+    _changes: Changes = field(default_factory=Changes)
 
     def hold(self) -> None:
         """Requests wait from now on, as in a paused engine; /ping still answers."""
@@ -66,7 +67,7 @@ class StandIn:
     async def until_running(self, count: int) -> None:
         with anyio.fail_after(20):
             while self.running < count:
-                await self._changed.wait()
+                await self._changes.wait()
 
     async def answer(self, request: web.Request) -> web.Response:
         if self.silent:
@@ -82,8 +83,7 @@ class StandIn:
         rid = (await request.json()).get("rid")
         self.keys.append(request.headers.get("X-SMG-Routing-Key"))
         self.running += 1
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changes.notify()
         try:
             if self._released is not None:
                 await self._released.wait()

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import psutil
+
+from asyncrl.tasks import first_of
 
 _TITLE = "sglang::"
 """The titles of SGLang's schedulers and detokenizers begin with it."""
@@ -31,19 +34,15 @@ def working_processes(pid: int) -> dict[int, str]:
 
 async def first_end(processes: dict[int, str]) -> str:
     """Waits until one of `processes` ends and returns its title and pid; waits for ever if there is none."""
-    ended: list[str] = []
+    ended = ""
 
-    async def watch(pid: int, title: str, scope: anyio.CancelScope) -> None:
+    async def watch(pid: int, title: str) -> None:
+        nonlocal ended
         await _end_of(pid)
-        ended.append(f"{title} (pid {pid})")
-        scope.cancel()
+        ended = f"{title} (pid {pid})"
 
-    async with anyio.create_task_group() as task_group:
-        for pid, title in processes.items():
-            task_group.start_soon(watch, pid, title, task_group.cancel_scope)
-        if not processes:
-            await anyio.sleep_forever()
-    return ended[0]
+    await first_of(anyio.sleep_forever, *(partial(watch, pid, title) for pid, title in processes.items()))
+    return ended
 
 
 async def _end_of(pid: int) -> None:
