@@ -24,7 +24,7 @@ import anyio
 from asyncrl.config import Config
 from asyncrl.config.reading.loading import LoadedConfig, load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
-from asyncrl.errors import AsyncRLError, ModelError, RewardError
+from asyncrl.errors import AsyncRLError, ModelError, RewardError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
 from asyncrl.observability.display import make_display
@@ -32,7 +32,6 @@ from asyncrl.observability.events import EventLog, JobEnded, JobStarted
 from asyncrl.observability.logging import logging_to
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
-from asyncrl.rollout.rewards.result import describe_exception
 from asyncrl.run.job import Job
 from asyncrl.run.pauses import Pauses
 from asyncrl.run.recorder import Recorder, conclude
@@ -233,6 +232,10 @@ def _would_start(loaded: LoadedConfig) -> None:
         check_trainable(config)
     elif config.model.builder is not None:
         resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
+    if ":" in config.train.algorithm:
+        from asyncrl.algorithms.chosen import make_algorithm
+
+        make_algorithm(config)
     if ":" in config.reward.function:
         resolve_dotted_path(config.reward.function, setting="reward.function", error=RewardError)
 

@@ -27,7 +27,7 @@ MODULES = read_modules(ROOT)
 IMPORTS = imports(MODULES, type_only=True)
 
 BASE = {"errors", "config", "data", "run_directory", "tasks"}
-PARTS = {"host", "inference", "rollout", "training", "weights"}
+PARTS = {"algorithms", "host", "inference", "rollout", "training", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
     "asyncrl": set(),
     "errors": set(),
@@ -35,14 +35,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": BASE,
     "run_directory": BASE,
     "tasks": set(),
+    "algorithms": BASE,
     "observability": BASE | {"asyncrl"},
     "host": BASE | {"observability"},
     "control": BASE | {"observability"},
     "exit_protocol": BASE | {"observability", "host"},
     "weights": BASE | {"observability"},
     "inference": BASE | {"control", "observability", "host", "weights"},
-    "rollout": BASE | {"observability", "host"},
-    "training": BASE | {"observability", "weights"},
+    "rollout": BASE | {"algorithms", "observability", "host"},
+    "training": BASE | {"algorithms", "observability", "weights"},
     "demo": BASE | {"observability"},
     "run": BASE | {"observability", "exit_protocol"} | PARTS - {"inference"},
     "driver": BASE | {"observability", "exit_protocol", "run"} | PARTS,

@@ -145,7 +145,7 @@ class RolloutExecutor:
             stream=stream,
             generate=self._generate,
             filters=filters,
-            min_usable=min(2, rollout.samples_per_prompt) if config.train.loss == "grpo" else 1,
+            min_usable=algorithm.needs.group_samples,
             first_batch=FirstBatchCheck(
                 wanted.function, rollout.prompts_per_step * rollout.samples_per_prompt, wanted.max_failure_fraction
             ),

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 from torch import Tensor
 
+from asyncrl.algorithms.algorithm import Columns
+from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import TrainerError, WeightUpdateError
+from asyncrl.errors import AlgorithmError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
 from asyncrl.training.backends import make_backend
 from asyncrl.training.checkpoints.restoring import saved_tensors
@@ -69,7 +74,6 @@ class TrainGroup:
         transport: Transport | None = None,
         copies: Copies | None = None,
         first_attempt: int | None = None,
-        environment: RankEnvironment | None = None,
         roles: Sequence[Role] = (),
         make_backend: BackendFactory = make_backend,
     ) -> None:
@@ -79,8 +83,9 @@ class TrainGroup:
         self._fleet = fleet
         self._transport = transport
         self._copies = copies
-        self._environment = environment = environment or RankEnvironment.from_environ()
+        self._environment = environment = RankEnvironment.from_environ()
         self._bound = Bound.of(config)
+        self._algorithm = make_algorithm(config)
         layout = environment.layout(config)
         self._checkpoints = CheckpointSaver(
             config,
@@ -130,13 +135,19 @@ class TrainGroup:
         return self._step
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
-        """Trains on one rollout batch; returns rank 0's metrics. StalenessError for a batch that is too old.
+        """Trains on one rollout batch; returns rank 0's metrics.
 
         Once for each rollout: from then on it counts as trained, also where a signal stops the job.
+
+        Raises StalenessError for a batch that is too old, and AlgorithmError for an algorithm that cannot be trained
+        with; no rank has begun the step then.
         """
         if not self._config.debug.train_only:  # which trains what was saved, as it was saved
             self._bound.check(batch)
-        return await self._train(rollout_id, commands.Train(ACTOR), batch)
+        columns = await self._columns(batch)
+        batch = replace(batch, columns=columns.tokens)
+        metrics = await self._train(rollout_id, commands.Train(ACTOR), batch)
+        return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
 
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One supervised step on the response tokens of `batch`; returns rank 0's metrics.
@@ -270,6 +281,14 @@ class TrainGroup:
             raise outcome.sink_error
 
     # steps
+
+    async def _columns(self, batch: RolloutBatch) -> Columns:
+        """What the algorithm computes over the whole batch: once, on rank 0, in a thread, as it may take long."""
+        try:
+            with waiting("the columns of the batch", "the algorithm", self._config.train.step_timeout_s):
+                return await anyio.to_thread.run_sync(self._algorithm.columns, batch, abandon_on_cancel=True)
+        except TimeoutError as error:
+            raise AlgorithmError(f"train.algorithm: {self._config.train.algorithm}: {error}") from None
 
     async def _train(self, rollout_id: int | None, command: Command, batch: RolloutBatch) -> dict[str, float]:
         """Has every rank train; counts the step where it is one of the loop."""

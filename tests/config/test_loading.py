@@ -185,7 +185,7 @@ def test_all_problems_are_listed_together_one_line_each(load):
             "1000000000 is not allowed; expected whole number, at least 1, at most 4096, or none",
         ),
         ("[train]\nseed = {a = 1}", "train.seed", "{'a': 1} is not allowed; expected whole number"),
-        ("[train]\nloss = 'ppo'", "train.loss", '\'ppo\' is not allowed; expected "grpo" or "sft"'),
+        ("[train]\nbackend = 'fsdp'", "train.backend", "'fsdp' is not allowed; expected \"megatron\""),
         ("train = 3", "train", "3 is not allowed; expected a table"),
         ("train = 'none'", "train", "'none' is not allowed; expected a table"),
         ("[eval]\ndata = 3", "eval.data", "3 is not allowed; expected a table, or none"),

@@ -107,6 +107,14 @@ README = Path(__file__).parents[2] / "README.md"
         (["--data.source", "nowhere:prompts"], "data.source", "there is no module 'nowhere'"),
         (["--data.source", "reasoning_gym:"], "data.source", "write reasoning_gym:TASK"),
         (["--data.source", "reasoning_gym:chain_sums"], "data.source", "did you mean chain_sum?"),
+        (["--train.algorithm", "ppo"], "train.algorithm", "there is no algorithm 'ppo'"),
+        (["--train.algorithm", "grop"], "train.algorithm", "did you mean grpo?"),
+        (["--train.algorithm", "nowhere:Mine"], "train.algorithm", "there is no module 'nowhere'"),
+        (
+            ["--train.algorithm-args.gamma", "1"],
+            "train.algorithm_args",
+            "for an algorithm of your own; the settings of grpo are those of [train]",
+        ),
         (["--reward.function", "exact_mach"], "reward.function", "no reward 'exact_mach'; did you mean exact_match?"),
         (["--reward.function", "zzz"], "reward.function", "known are exact_match, length, math_verify"),
         (["--reward.function", "json.loads"], "reward.function", "did you mean json:loads?"),
@@ -135,7 +143,7 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--train.loss", "sft", "--rollout.samples-per-prompt", "1"],
+        ["--train.algorithm", "sft", "--rollout.samples-per-prompt", "1"],
         ["--train.num-steps", "0", "--data.source", ""],
         ["--warmup.steps", "0", "--warmup.source", "gone.jsonl"],
         ["--train.minibatches", "4"],

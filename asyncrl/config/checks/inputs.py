@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.checks.named_code import (
+    algorithm_problems,
     filter_problems,
     function_problems,
     is_generated,
@@ -50,7 +51,7 @@ def read_model_facts(path: Path) -> ModelFacts | None:
 def input_problems(config: Config) -> list[Problem]:
     """Inputs that are not set, are not there, or would be erased."""
     problems = [*_model_problems(config), *reward_problems(config.reward), *_template_problems(config)]
-    problems += filter_problems(config.rollout.filters)
+    problems += [*filter_problems(config.rollout.filters), *algorithm_problems(config.train)]
     for key, source, needed in _sources(config):
         if not source and needed:
             problems.append(

@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_problems
 from asyncrl.config.checks.staleness import least_staleness
@@ -64,10 +65,12 @@ def _sampling_problems(config: Config) -> Iterator[Problem]:
             f"{rollout.top_k} cannot train: the engine's log-probs are not renormalised for top-k, so trainer and "
             "engine would disagree on what was sampled; use -1 (off)",
         )
-    if config.train.loss == "grpo" and rollout.samples_per_prompt == 1:
+    needed = BUILTIN_ALGORITHMS.get(config.train.algorithm, 1)
+    if rollout.samples_per_prompt < needed:
         yield Problem(
             "rollout.samples_per_prompt",
-            "1 leaves GRPO nothing to compare: every advantage would be 0; use at least 2",
+            f"{rollout.samples_per_prompt} leaves {config.train.algorithm} nothing to compare: every advantage would "
+            f"be 0; use at least {needed}",
         )
     if "" in rollout.stop:
         yield Problem("rollout.stop", "an empty string would end every response at once; take it out")

@@ -242,6 +242,7 @@ def _path_of(dotted: str) -> KeyPath:
 
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "learning_rate": ("train.lr",),
+    "loss": ("train.algorithm",),
     "n": ("rollout.samples_per_prompt",),
     "num_samples": ("rollout.samples_per_prompt",),
     "num_generations": ("rollout.samples_per_prompt",),

@@ -10,7 +10,7 @@ from asyncrl.config.sections.base import Section
 
 
 class TrainConfig(Section):
-    """GRPO training."""
+    """One step of training."""
 
     num_steps: int | None = Field(default=100, ge=0)
     """Rollout batches to train; none trains `num_epochs` of the data."""
@@ -21,8 +21,12 @@ class TrainConfig(Section):
     backend: Literal["megatron"] = "megatron"
     """What computes the model and its gradients."""
 
-    loss: Literal["grpo", "sft"] = "grpo"
-    """grpo: clipped policy gradient with group-relative advantages; sft: cross entropy on the responses."""
+    algorithm: str = "grpo"
+    """grpo: clipped policy gradient with group-relative advantages; sft: cross entropy on the responses; or a class of
+    your own, `package.module:Name` (asyncrl/algorithms/algorithm.py says how to write one)."""
+
+    algorithm_args: dict[str, Any] = Field(default_factory=dict)
+    """What the constructor of an algorithm of your own is given."""
 
     lr: float = Field(default=1e-5, ge=0)
     """Peak learning rate."""

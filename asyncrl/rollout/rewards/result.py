@@ -58,18 +58,3 @@ def judge_results(value: Any, samples: int) -> tuple[Score, ...]:
 def failed(samples: int, failure: str) -> tuple[Score, ...]:
     """The scores of a call that failed: so many times the same failure."""
     return (Score(None, failure),) * samples
-
-
-def describe_exception(error: BaseException) -> str:
-    """One line: kind, message, and the place in the user's code. Raises nothing, whatever `error` is made of."""
-    place = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        place = f" ({code.co_filename}:{traceback.tb_lineno} in {code.co_name})"
-        traceback = traceback.tb_next
-    try:
-        message = str(error)
-    except Exception as second:
-        message = f"no message, for its __str__ raised {type(second).__name__}"
-    return f"{type(error).__name__}: {message}{place}"[:500]

@@ -21,11 +21,11 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config.sections.rollout import RewardConfig
 from asyncrl.data.sample import Prompt, Sample
-from asyncrl.errors import RewardError
+from asyncrl.errors import RewardError, describe_exception
 from asyncrl.observability.waits import waiting
 from asyncrl.rollout.rewards.pool import ProcessHost, WorkerPool
 from asyncrl.rollout.rewards.registry import RewardFunction, Runs
-from asyncrl.rollout.rewards.result import Score, describe_exception, failed, is_fault
+from asyncrl.rollout.rewards.result import Score, failed, is_fault
 
 _SLOTS = 40  # threads, as many as anyio's own limit, which is left to the file work of others
 _MOST_RUNNING = 2 * _SLOTS  # as many calls abandoned as are waited for: the function hangs as a rule

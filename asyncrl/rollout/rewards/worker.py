@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import RewardError
+from asyncrl.errors import RewardError, describe_exception
 from asyncrl.rollout.rewards.frames import HEADER, ScoreCall, ScoreOutcome, Setup, Started, frame, samples_and_prompt
 from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
-from asyncrl.rollout.rewards.result import describe_exception, failed
+from asyncrl.rollout.rewards.result import failed
 
 
 def main(socket_name: str) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.data.sample import SampleGroup
-from asyncrl.errors import ConfigError, RolloutError
-from asyncrl.rollout.rewards.result import describe_exception
+from asyncrl.errors import ConfigError, RolloutError, describe_exception
 
 
 def zero_variance(group: SampleGroup) -> str | None:

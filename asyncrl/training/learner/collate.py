@@ -29,8 +29,8 @@ class PackedTokens:
     """int64 [R]: the sampled tokens."""
     places: Tensor
     """int64 [R]: where each sampled token stands in the per-token tensors of the RolloutBatch."""
-    samples: Tensor
-    """int64 [R]: the sample of each sampled token, as index into the RolloutBatch."""
+    sequences: Tensor
+    """int64 [R]: the sequence of each sampled token, as index into the RolloutBatch."""
     counted: bool
     """False where the rank computes the micro-batch only because it must take part (`MicroBatch.counted`)."""
 
@@ -54,7 +54,7 @@ def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:
         rows=sampled - 1,
         targets=tokens[sampled],
         places=places[sampled],
-        samples=batch.sample_index[index].repeat_interleave(lengths)[sampled],
+        sequences=index.repeat_interleave(lengths)[sampled],
         counted=micro_batch.counted,
     )
 

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from asyncrl.algorithms.algorithm import OLD_LOGPROBS
+from asyncrl.algorithms.chosen import SFT, make_algorithm
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.saved_batch import batch_paths, save_batch
 from asyncrl.errors import NonFiniteError
-from asyncrl.training.algorithms import losses
-from asyncrl.training.algorithms.advantages import group_advantages, groups_without_signal
 from asyncrl.training.learner.backend import Backend
-from asyncrl.training.learner.collate import PackedTokens, check_batch, trained_sequences
+from asyncrl.training.learner.collate import check_batch, trained_sequences
 from asyncrl.training.learner.packing import StepPlan, plan_steps
 from asyncrl.training.learner.schedule import learning_rate
-from asyncrl.training.learner.step_loss import LossFunction, StepLoss
+from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
 
@@ -41,14 +41,15 @@ class Learner:
         self.backend = backend
         self._config = config
         self._layout = layout
+        self._algorithm = make_algorithm(config)
         self._failures = config.run.dir / "failures"
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
         """One training step on a rollout batch: `train.batch_epochs` passes over it, each of `train.minibatches`
-        optimizer steps, with `train.loss` and one learning rate.
+        optimizer steps, with the algorithm of the job and one learning rate.
 
-        Every pass takes the same mini-batches in the same order, with the advantages of the batch and the log-probs of
-        the policy that sampled it; only the trainer's own are computed anew.
+        Every pass takes the same mini-batches in the same order, with the columns of the batch and the log-probs of the
+        policy that sampled it; only the trainer's own are computed anew.
 
         Returns:
             Metrics by name (`train/...`), the same on every rank: over all optimizer steps, so that
@@ -58,6 +59,7 @@ class Learner:
         Raises:
             NonFiniteError: on every rank, before the step's weights change; the batch is saved.
             DataError: the batch holds ids outside the vocabulary or lengths that do not add up.
+            AlgorithmError: the algorithm failed, or returned what cannot be trained on.
         """
         train = self._config.train
         lr = learning_rate(
@@ -67,17 +69,14 @@ class Learner:
             decay=train.lr_decay,
             total_steps=train.num_steps,
         )
-        if train.loss == "sft":
-            loss = StepLoss(batch, _sft_loss, temperature=1.0, compare=False)
-            return self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
-        loss = StepLoss(batch, self._grpo_loss(batch), temperature=batch.temperature, compare=True)
-        metrics = self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
-        silent = groups_without_signal(batch.rewards, batch.group_index)
-        return {**metrics, "train/groups_without_signal": float(silent)}
+        if self._algorithm.needs.old_logprobs:
+            batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: self.logprobs(batch)})
+        loss = StepLoss(batch, self._algorithm, compare=self._algorithm.needs.engine_logprobs)
+        return self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
 
     def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One optimizer step of cross entropy on the responses, at learning rate `lr` and temperature 1; as `train`."""
-        return self._run(StepLoss(batch, _sft_loss, temperature=1.0, compare=False), lr, minibatches=1, epochs=1)
+        return self._run(StepLoss(batch, SFT, compare=False), lr, minibatches=1, epochs=1)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Log-probs of sampled tokens at the batch's temperature.
@@ -91,22 +90,6 @@ class Learner:
         check_batch(batch, self.backend.vocab_size)
         plans = self._plan(batch, (batch.sampled_lengths > 0).tolist(), minibatches=1)
         return self.backend.logprobs(batch, plans[0].ranks[self._layout.data_parallel_rank] if plans else ())
-
-    def _grpo_loss(self, batch: RolloutBatch) -> LossFunction:
-        train = self._config.train
-        advantages = group_advantages(batch.rewards, batch.group_index, normalize=train.normalize_advantages)
-
-        def loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
-            return losses.grpo(
-                logprobs,
-                batch.logprobs[packed.places].to(logprobs.device),
-                advantages[packed.samples].to(logprobs.device),
-                mask,
-                clip_low=train.clip_low,
-                clip_high=train.clip_high,
-            )
-
-        return loss
 
     def _plan(self, batch: RolloutBatch, trained: list[bool], *, minibatches: int) -> tuple[StepPlan, ...]:
         return plan_steps(
@@ -173,7 +156,3 @@ class Learner:
             f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; {saved}. "
             f'Lower train.lr or train.grad_clip, or set train.on_nonfinite = "skip" to go on without such steps'
         )
-
-
-def _sft_loss(logprobs: Tensor, packed: PackedTokens, mask: Tensor) -> losses.TokenLoss:
-    return losses.sft(logprobs, mask)

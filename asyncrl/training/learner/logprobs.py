@@ -1,8 +1,8 @@
 """Log-probs and entropies from logits whose vocabulary is split over tensor-parallel ranks.
 
-log p(target) = z_target - log sum exp z with z = logits / temperature, in float32. One pass gives the log-prob
-(differentiable) and the entropy (a diagnostic, without gradient), and keeps one [tokens, vocabulary] tensor for the
-backward pass.
+With z = logits / temperature and p = softmax z, in float32: log p(target) = z_target - log sum exp z, and the entropy
+is H = log sum exp z - sum p z. One pass gives both, and keeps one [tokens, vocabulary] tensor for the backward pass.
+The entropy has a gradient only where it is asked for; otherwise nothing is computed or kept for it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def token_logprobs(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target token and entropy of each distribution, in nats.
 
@@ -36,19 +37,27 @@ def token_logprobs(
             gradient.
         group: the tensor-parallel ranks; None where one rank holds all columns.
 
+        entropy_gradient: the entropies are differentiable too.
+
     Returns:
-        float32 [tokens] with gradient, float32 [tokens] without; the same on every rank of `group`.
+        Log-probs, float32 [tokens] with gradient, and entropies, float32 [tokens]; the same on every rank of `group`.
     """
-    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperature, vocab_size, group)
+    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperature, vocab_size, group, entropy_gradient)
     return logprobs, entropies
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d log p(target) / d logits = (onehot(target) - p) / temperature."""
+    """d log p(target) / d z = onehot(target) - p, and d H / d z = -p (log p + H)."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: dist.ProcessGroup | None
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         width = logits.shape[-1]
         first = width * dist.get_rank(group) if group is not None else 0
@@ -75,19 +84,35 @@ class _TokenLogprobs(torch.autograd.Function):
         _reduce(sums, dist.ReduceOp.SUM, group)
         log_total = total.log()
 
-        ctx.save_for_backward(probabilities.div_(total[:, None]), column, elsewhere)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
         entropies = log_total - weighted / total  # of p ~ e^z: log sum e^z - sum p z
-        ctx.mark_non_differentiable(entropies)
+        kept = entropies if entropy_gradient else None
+        ctx.save_for_backward(probabilities.div_(total[:, None]), column, elsewhere, kept)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return at_target - log_total, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probabilities, column, elsewhere = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        probabilities, column, elsewhere, entropies = ctx.saved_tensors
         scale = grads[0] / ctx.temperature
-        grad = probabilities.mul_(-scale[:, None])  # in place: no graph is run backward twice here
+        if entropies is not None:
+            _add_entropy_gradient(probabilities, entropies, scale, grads[1] / ctx.temperature)
+            grad = probabilities
+        else:
+            grad = probabilities.mul_(-scale[:, None])  # in place: no graph is run backward twice here
         grad.scatter_add_(-1, column[:, None], scale.masked_fill(elsewhere, 0.0)[:, None])
-        return grad.to(ctx.dtype), None, None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None
+
+
+def _add_entropy_gradient(probabilities: Tensor, entropies: Tensor, scale: Tensor, entropy_scale: Tensor) -> None:
+    """Replaces each p by -p * scale - p (log p + H) * entropy_scale, a chunk of rows at a time."""
+    step = max(1, _CHUNK_ELEMENTS // probabilities.shape[-1])
+    for start in range(0, len(probabilities), step):
+        rows = slice(start, start + step)
+        part = probabilities[rows]
+        of_entropy = torch.xlogy(part, part).add_(part * entropies[rows, None])  # p log p is 0 where p is
+        part.mul_(-scale[rows, None]).sub_(of_entropy.mul_(entropy_scale[rows, None]))
 
 
 def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

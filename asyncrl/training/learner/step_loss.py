@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.algorithm import TokenInputs
+from asyncrl.algorithms.chosen import ChosenAlgorithm
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.training.algorithms.losses import TokenLoss
 from asyncrl.training.learner.collate import PackedTokens
 from asyncrl.training.learner.tally import Tally
-
-LossFunction = Callable[[Tensor, PackedTokens, Tensor], TokenLoss]
-"""(log-probs float32 [R] with gradient, the packed tokens, mask bool [R]) -> loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,31 +19,54 @@ class StepLoss:
     """What an optimizer step minimises."""
 
     batch: RolloutBatch
-    function: LossFunction
-    temperature: float
-    """The backend divides its logits by it."""
+    algorithm: ChosenAlgorithm
     compare: bool
     """Also tally |log-prob - the engine's log-prob|."""
+
+    @property
+    def temperature(self) -> float:
+        """The backend divides its logits by it."""
+        return self.batch.temperature if self.algorithm.needs.engine_logprobs else 1.0
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """The backend computes entropies with gradient."""
+        return self.algorithm.needs.entropy_gradient
 
     def __call__(self, logprobs: Tensor, entropies: Tensor, packed: PackedTokens) -> tuple[Tensor, Tensor, Tally]:
         """The loss of one micro-batch, on the device of its log-probs.
 
         Args:
             logprobs: float32 [R] with gradient, in the order of `packed.targets`.
-            entropies: float32 [R] without gradient.
+            entropies: float32 [R], with gradient where `entropy_gradient` asks for it.
 
         Returns:
             The sum over trained tokens to differentiate (a scalar), their number (an int64 scalar), and the tally.
+
+        Raises:
+            AlgorithmError: the algorithm failed, or returned what cannot be trained on.
         """
-        batch, device = self.batch, logprobs.device
-        mask = batch.loss_mask[packed.places].to(device) & packed.counted
-        result = self.function(logprobs, packed, mask)
+        tokens = self._inputs(logprobs, entropies, packed)
+        result = self.algorithm.loss(tokens)
         with torch.no_grad():
-            tokens = mask.sum()
-            sums = {"loss": result.loss, "tokens": tokens, "entropy": torch.where(mask, entropies, 0.0).sum()}
-            maxima = dict(result.maxima)
+            count = tokens.mask.sum()
+            entropy = torch.where(tokens.mask, entropies, 0.0).sum()
+            sums, maxima = {"loss": result.loss, "tokens": count, "entropy": entropy}, dict(result.maxima)
             if self.compare:
-                difference = (logprobs - batch.logprobs[packed.places].to(device)).abs()
-                difference = torch.where(mask, difference, 0.0)
+                difference = torch.where(tokens.mask, (logprobs - tokens.engine_logprobs).abs(), 0.0)
                 sums["logprob_diff"], maxima["logprob_diff"] = difference.sum(), difference.max()
-            return result.loss, tokens, Tally.of({**sums, **result.sums}, maxima)
+            return result.loss, count, Tally.of({**sums, **result.sums}, maxima)
+
+    def _inputs(self, logprobs: Tensor, entropies: Tensor, packed: PackedTokens) -> TokenInputs:
+        batch, places, device = self.batch, packed.places, logprobs.device
+        samples = batch.sample_index[packed.sequences]
+        return TokenInputs(
+            logprobs=logprobs,
+            entropies=entropies,
+            engine_logprobs=batch.logprobs[places].to(device),
+            mask=batch.loss_mask[places].to(device) & packed.counted,
+            columns={name: column[places].to(device) for name, column in batch.columns.items()},
+            sequence=packed.sequences.to(device),
+            sample=samples.to(device),
+            group=batch.group_index[samples].to(device),
+        )

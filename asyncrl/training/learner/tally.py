@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.errors import AlgorithmError
+
 
 @dataclass(slots=True)
 class Tally:
@@ -23,7 +25,15 @@ class Tally:
         return cls(_floats(sums), _floats(maxima))
 
     def add(self, other: Tally) -> None:
-        """Adds the sums of `other`, and keeps the larger of each maximum."""
+        """Adds the sums of `other`, and keeps the larger of each maximum.
+
+        Raises AlgorithmError where both have figures, and not of the same names.
+        """
+        if self.sums and (self.sums.keys() != other.sums.keys() or self.maxima.keys() != other.maxima.keys()):
+            raise AlgorithmError(
+                f"train.algorithm: the loss returns the figures {', '.join(other.sums | other.maxima)} for one "
+                f"micro-batch and {', '.join(self.sums | self.maxima)} for another; return the same names always"
+            )
         for key, value in other.sums.items():
             self.sums[key] = self.sums.get(key, 0.0) + value
         for key, value in other.maxima.items():

@@ -42,6 +42,7 @@ def forward_backward(
                 temperature=loss.temperature,
                 vocab_size=vocab_size,
                 group=parallel_state.get_tensor_model_parallel_group(),
+                entropy_gradient=loss.entropy_gradient,
             )
             value, tokens, tally = loss(logprobs, entropies, packed)
             return value, tokens.int(), tally

@@ -88,7 +88,7 @@ def test_packed_rows_point_at_the_token_before_each_response_token(
     assert packed.positions.tolist() == [p for i in chosen for p in range(sum(lengths[i]))]
     assert packed.targets.tolist() == [t for i in chosen for t in samples[i][0][samples[i][1] :].tolist()]
     assert torch.equal(packed.tokens[packed.rows + 1], packed.targets)
-    assert packed.samples.tolist() == [i for i in chosen for _ in range(lengths[i][1])]
+    assert packed.sequences.tolist() == [i for i in chosen for _ in range(lengths[i][1])]
     starts = [sum(p + r for p, r in lengths[:i]) + lengths[i][0] for i in range(len(lengths))]
     assert packed.places.tolist() == [starts[i] + k for i in chosen for k in range(lengths[i][1])]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
 from asyncrl.training.backends import make_backend
 from asyncrl.training.learner.learner import Learner
 from asyncrl.training.megatron.backend import MegatronBackend
@@ -15,11 +17,20 @@ from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import ACTOR, Role
 
 
+class WholeLearner(Learner):
+    """A rank's learner that also computes the columns of the batch, as TrainGroup does for all ranks."""
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        columns = self._algorithm.columns(batch)
+        metrics = super().train(replace(batch, columns=columns.tokens))
+        return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
+
+
 def learner_of(layout: RankLayout, **sections: dict[str, Any]) -> Learner:
     """An actor, built and loaded; `sections` are those of the configuration. Collective."""
     train = {"tensor_parallel": layout.tensor_parallel, **sections.pop("train", {})}
     config = Config.model_validate({**sections, "train": train})
-    learner = Learner(config, layout, make_backend(config, layout, Role(ACTOR, str(config.model.path))))
+    learner = WholeLearner(config, layout, make_backend(config, layout, Role(ACTOR, str(config.model.path))))
     learner.backend.init()
     return learner
 

@@ -57,7 +57,7 @@ def one_by_one() -> RolloutBatch:
 
 
 def train(layout: RankLayout, path: Path, loss: str, batch: RolloutBatch) -> tuple[Any, Tensor, dict[str, Tensor]]:
-    trainer = trainer_of(layout, path, loss=loss, weight_decay=0.0)
+    trainer = trainer_of(layout, path, algorithm=loss, weight_decay=0.0)
     before = trainer.logprobs(batch)
     return [trainer.train(batch) for _ in range(3)], before, weights_of(trainer)
 

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.errors import DataError, NonFiniteError
-from asyncrl.training.algorithms.advantages import group_advantages
 from asyncrl.training.learner.learner import Learner
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
@@ -67,10 +67,20 @@ class Reference:
             betas=(0.9, 0.95),
         )
 
-    def step(self, batch: RolloutBatch, lr: float, temperature: float, grpo: bool) -> dict[str, float]:
+    def step(
+        self,
+        batch: RolloutBatch,
+        lr: float,
+        temperature: float,
+        grpo: bool,
+        advantages: Tensor | None = None,
+        entropy_weight: float = 0.0,
+    ) -> dict[str, float]:
+        """`advantages` of each sample are GRPO's by default."""
         sizes = batch.sampled_lengths.tolist()
         masks, rollout = (values[batch.sampled].split(sizes) for values in (batch.loss_mask, batch.logprobs))
-        advantages = group_advantages(batch.rewards, batch.group_index, normalize=True)
+        if advantages is None:
+            advantages = group_advantages(batch.rewards, batch.group_index, normalize=True)
         self.optimizer.zero_grad()
         tokens, entropy, difference, loss = int(batch.loss_mask.sum()), 0.0, 0.0, torch.zeros(())
         for i, (ids, prompt) in enumerate(split_samples(batch)):
@@ -81,8 +91,9 @@ class Reference:
                 terms = -torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.28) * advantages[i])
             else:
                 terms = -logprobs
-            loss = loss + terms[masks[i]].sum() / tokens
-            entropy -= (scores.exp() * scores).sum(-1)[masks[i]].sum().item() / tokens
+            entropies = -(scores.exp() * scores).sum(-1)
+            loss = loss + (terms - entropy_weight * entropies)[masks[i]].sum() / tokens
+            entropy += entropies[masks[i]].sum().item() / tokens
             difference += (logprobs - rollout[i]).abs()[masks[i]].sum().item() / tokens
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -137,7 +148,7 @@ def only(batch: RolloutBatch, groups: Sequence[int]) -> RolloutBatch:
 def train_in_passes(
     layout: RankLayout, path: Path, loss: str
 ) -> tuple[list[dict[str, float]], dict[str, Tensor], dict[str, float]]:
-    trainer = trainer_of(layout, path, loss=loss, minibatches=2, batch_epochs=3)
+    trainer = trainer_of(layout, path, algorithm=loss, minibatches=2, batch_epochs=3)
     metrics = [trainer.train(batch_of(step)) for step in range(2)]
     return metrics, weights_of(trainer), trainer.train_sft(batch_of(2), lr=1e-3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.training.algorithms.advantages import group_advantages, groups_without_signal
+from asyncrl.algorithms.advantages import group_advantages, groups_without_signal
 
 
 def advantages(rewards: list[float], groups: list[int], normalize: bool) -> list[float]:

@@ -1,0 +1,154 @@
+"""The algorithm that `train.algorithm` names, made once for each part of a job that asks it.
+
+Invariants
+- This is the one place that knows which algorithm runs; everything else asks the object.
+- Whatever an algorithm raises or returns that cannot be trained on is one AlgorithmError that names it. A loss that is
+  not finite is the learner's affair, which stops or skips (`train.on_nonfinite`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.algorithm import STALENESS, Algorithm, Columns, Needs, TokenInputs, TokenLoss
+from asyncrl.algorithms.grpo import Grpo
+from asyncrl.algorithms.sft import Sft
+from asyncrl.config import Config
+from asyncrl.config.sections.training import TrainConfig
+from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.dotted_path import resolve_dotted_path
+from asyncrl.data.staleness import step_of
+from asyncrl.errors import AlgorithmError, AsyncRLError, ConfigError, describe_exception
+
+BUILTIN: Mapping[str, Callable[[TrainConfig], Algorithm]] = {
+    "grpo": lambda train: Grpo(train.clip_low, train.clip_high, train.normalize_advantages),
+    "sft": lambda train: Sft(),
+}
+"""Algorithms that come with the project; the configuration lists the same names (`config/checks/named_code.py`)."""
+
+_FIGURES = frozenset({"loss", "tokens", "entropy", "logprob_diff"})
+"""Names that the learner reports itself."""
+
+
+class ChosenAlgorithm:
+    """An algorithm whose every answer is checked."""
+
+    def __init__(self, name: str, algorithm: Algorithm) -> None:
+        self._name = name
+        self._algorithm = algorithm
+        self.needs: Needs = algorithm.needs
+
+    def columns(self, batch: RolloutBatch) -> Columns:
+        """As `Algorithm.columns`, with the columns that `needs` asks for: float32 [T], contiguous.
+
+        Raises AlgorithmError: it failed, or a column is no finite number for each sampled token.
+        """
+        with self._blamed("columns"):
+            made: Any = self._algorithm.columns(batch)
+        if not isinstance(made, Columns):
+            self._refuse(f"columns returned {type(made).__name__}, not Columns")
+        for name, column in made.tokens.items():
+            self._check(name, column, batch)
+        tokens = {name: column.detach().to("cpu", torch.float32).contiguous() for name, column in made.tokens.items()}
+        if self.needs.staleness:
+            tokens[STALENESS] = token_staleness(batch)
+        return Columns(tokens, {name: float(value) for name, value in made.metrics.items()})
+
+    def loss(self, tokens: TokenInputs) -> TokenLoss:
+        """As `Algorithm.loss`. Raises AlgorithmError: it failed, or returned no sums to differentiate and add up."""
+        with self._blamed("loss"):
+            made: Any = self._algorithm.loss(tokens)
+        if not isinstance(made, TokenLoss):
+            self._refuse(f"loss returned {type(made).__name__}, not TokenLoss")
+        if made.loss.shape != () or not made.loss.requires_grad:
+            self._refuse(
+                f"loss returned a loss of shape {list(made.loss.shape)}"
+                f"{'' if made.loss.requires_grad else ' without gradient'}; return a sum over tokens.logprobs"
+            )
+        for name, value in {**made.sums, **made.maxima}.items():
+            if name in _FIGURES:
+                self._refuse(f"loss returned a figure {name!r}, which the learner reports itself; give it another name")
+            if not isinstance(value, Tensor) or value.shape != ():
+                self._refuse(f"loss returned a figure {name!r} that is no scalar tensor")
+        return made
+
+    def _check(self, name: str, column: Any, batch: RolloutBatch) -> None:
+        count = len(batch.tokens)
+        if not isinstance(column, Tensor) or column.shape != (count,):
+            found = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+            self._refuse(
+                f"column {name!r} is {found}, not one number for each of the {count} tokens; spread numbers of samples "
+                "with values[batch.token_samples]"
+            )
+        bad = batch.sampled & ~column.detach().cpu().isfinite()
+        if bool(bad.any()):
+            sample = batch.sample_ids[int(batch.token_samples[bad][0])]
+            self._refuse(f"column {name!r} is not finite at {int(bad.sum())} tokens, first in sample {sample}")
+
+    @contextmanager
+    def _blamed(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except AsyncRLError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise AlgorithmError(
+                f"train.algorithm: {self._name} failed in {method}: {describe_exception(error)}"
+            ) from error
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise AlgorithmError(f"train.algorithm: {self._name}: {what}")
+
+
+SFT = ChosenAlgorithm("sft", Sft())
+"""What supervised steps run, whatever the algorithm of the job."""
+
+
+def make_algorithm(config: Config) -> ChosenAlgorithm:
+    """The algorithm of the job.
+
+    Raises ConfigError: it does not import, its constructor refuses `train.algorithm_args`, it is no `Algorithm`, or it
+    compares more samples of a prompt than are sampled.
+    """
+    train, name = config.train, config.train.algorithm
+    made = BUILTIN[name](train) if name in BUILTIN else _own(name, train)
+    chosen = ChosenAlgorithm(name, made)
+    samples, needed = config.rollout.samples_per_prompt, chosen.needs.group_samples
+    if samples < needed:
+        raise ConfigError(f"rollout.samples_per_prompt: {samples} is too few for {name}; use at least {needed}")
+    return chosen
+
+
+def token_staleness(batch: RolloutBatch) -> Tensor:
+    """float32 [T]: rollout batches trained between the weights that made a token and those before the step; NaN for
+    context, and where no version tells it."""
+    staleness = torch.full((len(batch.tokens),), torch.nan)
+    starts = (batch.sequence_lengths.cumsum(0) - batch.sequence_lengths).tolist()
+    for start, spans in zip(starts, batch.versions, strict=True):
+        for span in spans:
+            if (step := step_of(span.version)) is not None:
+                staleness[start + span.start : start + span.end] = batch.rollout_id - step
+    return staleness
+
+
+def _own(name: str, train: TrainConfig) -> Algorithm:
+    make = resolve_dotted_path(name, setting="train.algorithm", error=ConfigError)
+    given = ", ".join(train.algorithm_args) or "no arguments"
+    try:
+        made: Algorithm = make(**train.algorithm_args)
+        needs = made.needs
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(
+            f"train.algorithm: {name} cannot be made with train.algorithm_args ({given}): {describe_exception(error)}"
+        ) from error
+    if not isinstance(needs, Needs) or not callable(getattr(made, "columns", None)) or not hasattr(made, "loss"):
+        raise ConfigError(
+            f"train.algorithm: {name} is no algorithm: it needs `needs` (a Needs), `columns` and `loss`, as "
+            "asyncrl.algorithms.algorithm says"
+        )
+    return made

@@ -1,0 +1,72 @@
+"""Algorithms as a user writes them, named by dotted path in tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss, sum_where
+from asyncrl.algorithms.grpo import Grpo
+from asyncrl.data.batch import RolloutBatch
+
+
+@dataclass(frozen=True)
+class WithEntropy(Grpo):
+    """GRPO, with a bonus for the entropy of each token's distribution."""
+
+    weight: float = 0.01
+    needs: ClassVar[Needs] = Needs(group_samples=2, entropy_gradient=True)
+
+    def loss(self, tokens: TokenInputs) -> TokenLoss:
+        clipped = super().loss(tokens)
+        return replace(clipped, loss=clipped.loss - self.weight * sum_where(tokens.mask, tokens.entropies))
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(Grpo):
+    """The advantage of RLOO (arXiv 2402.14740): a sample's reward less the mean of the *other* samples of its group."""
+
+    def columns(self, batch: RolloutBatch) -> Columns:
+        rewards, groups = batch.rewards, batch.group_index
+        size = torch.bincount(groups, minlength=len(batch.group_ids))
+        total = torch.zeros(len(size)).index_add_(0, groups, rewards)
+        others = (total[groups] - rewards) / (size[groups] - 1).clamp(min=1)
+        return Columns({"advantages": (rewards - others)[batch.token_samples]}, {"reward_total": float(total.sum())})
+
+
+@dataclass(frozen=True)
+class Decoupled(Grpo):
+    """Clips against the trainer's own policy before the step (arXiv 2505.24298), and weighs old tokens down."""
+
+    decay: float = 0.5
+    needs: ClassVar[Needs] = Needs(group_samples=2, old_logprobs=True, staleness=True)
+
+    def loss(self, tokens: TokenInputs) -> TokenLoss:
+        weight = (tokens.old_logprobs - tokens.engine_logprobs).exp() * self.decay**tokens.staleness
+        columns = {**tokens.columns, "advantages": tokens.advantages * weight}
+        made = super().loss(replace(tokens, engine_logprobs=tokens.old_logprobs, columns=columns))
+        oldest = torch.where(tokens.mask, tokens.staleness, 0.0).max()
+        return replace(made, maxima={**made.maxima, "staleness_max": oldest})
+
+
+@dataclass(frozen=True)
+class Broken(Grpo):
+    """Fails in `columns` or in `loss`, on the batch of step `step`."""
+
+    method: str = "loss"
+    step: int = 1
+
+    def columns(self, batch: RolloutBatch) -> Columns:
+        made = super().columns(batch)
+        if batch.rollout_id != self.step:
+            return made
+        if self.method == "columns":
+            raise ValueError("boom")
+        return Columns({"advantages": torch.full_like(made.tokens["advantages"], torch.pi)})
+
+    def loss(self, tokens: TokenInputs) -> TokenLoss:
+        if bool((tokens.advantages > 3.14).any()):
+            raise ValueError("boom")
+        return super().loss(tokens)

@@ -1,0 +1,146 @@
+"""Which algorithm runs, and what becomes of one that cannot be trained with: one error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss
+from asyncrl.algorithms.chosen import BUILTIN, ChosenAlgorithm, make_algorithm, token_staleness
+from asyncrl.algorithms.grpo import Grpo
+from asyncrl.config import Config
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
+from asyncrl.data.sample import VersionSpan
+from asyncrl.errors import AlgorithmError, ConfigError
+from tests.training.batches import make_batch
+
+BATCH = make_batch([(2, 2), (3, 1)], groups=[0, 0], rewards=[1.0, 0.0])
+
+
+def config(algorithm: str, samples: int = 4, **args: Any) -> Config:
+    train = {"algorithm": algorithm, "algorithm_args": args, "clip_low": 0.1, "normalize_advantages": False}
+    return Config.model_validate({"train": train, "rollout": {"samples_per_prompt": samples}})
+
+
+def test_a_named_algorithm_takes_its_settings_from_the_section_and_one_of_your_own_from_its_arguments() -> None:
+    assert make_algorithm(config("grpo"))._algorithm == Grpo(0.1, 0.28, False)
+    own: Any = make_algorithm(config("tests.algorithms.own:WithEntropy", weight=0.5))._algorithm
+    assert (own.weight, own.clip_low) == (0.5, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "args", "message"),
+    [
+        ("tests.algorithms.own:Nothing", {}, "has no 'Nothing'"),
+        (
+            "tests.algorithms.own:WithEntropy",
+            {"wait": 1},
+            r"cannot be made with train.algorithm_args \(wait\): TypeError",
+        ),
+        ("builtins:dict", {}, "AttributeError: 'dict' object has no attribute 'needs'"),
+        ("types:SimpleNamespace", {"needs": 3}, "is no algorithm: it needs `needs` "),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_anything_trains(algorithm: str, args: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        make_algorithm(config(algorithm, **args))
+    assert "train.algorithm: " in str(refused.value)
+
+
+def test_the_configuration_names_every_algorithm_and_no_other() -> None:
+    made = {name: make_algorithm(config(name)).needs.group_samples for name in BUILTIN}
+    assert made == BUILTIN_ALGORITHMS
+
+
+def test_an_algorithm_that_compares_more_samples_than_there_are_is_refused() -> None:
+    make_algorithm(config("tests.algorithms.own:WithEntropy", samples=2))
+    with pytest.raises(ConfigError, match=r"rollout\.samples_per_prompt: 1 is too few for tests\.algorithms\.own"):
+        make_algorithm(config("tests.algorithms.own:WithEntropy", samples=1))
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Answers with what it is given."""
+
+    answer: Callable[[Any], Any]
+    needs: Needs = field(default_factory=Needs)
+
+    def columns(self, batch: Any) -> Any:
+        return self.answer(batch)
+
+    def loss(self, tokens: Any) -> Any:
+        return self.answer(tokens)
+
+
+def divide(_: Any) -> Any:
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (divide, "mine failed in columns: ZeroDivisionError: division by zero"),
+        (lambda batch: {}, "mine: columns returned dict, not Columns"),
+        (lambda batch: Columns({"a": batch.rewards}), "column 'a' is [2], not one number for each of the 8 tokens"),
+        (lambda batch: Columns({"a": 3}), "column 'a' is int, not one number for each"),
+        (
+            lambda batch: Columns({"a": torch.where(batch.token_samples == 1, torch.nan, 1.0)}),
+            "column 'a' is not finite at 1 tokens, first in sample sample-1",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_trained_on_are_one_error(answer: Any, message: str) -> None:
+    with pytest.raises(AlgorithmError) as refused:
+        ChosenAlgorithm("mine", Wrong(answer)).columns(BATCH)
+    assert str(refused.value).startswith("train.algorithm: mine") and message in str(refused.value)
+
+
+def tokens() -> TokenInputs:
+    index = torch.zeros(2, dtype=torch.int64)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    return TokenInputs(logprobs, torch.ones(2), -torch.ones(2), index == 0, {}, index, index, index)
+
+
+def with_figure(name: str, value: Any) -> Callable[[TokenInputs], TokenLoss]:
+    return lambda tokens: TokenLoss(tokens.logprobs.sum(), sums={name: value})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (divide, "mine failed in loss: ZeroDivisionError"),
+        (lambda tokens: tokens.advantages, "mine failed in loss: KeyError: 'advantages'"),
+        (lambda tokens: tokens.logprobs.sum(), "loss returned Tensor, not TokenLoss"),
+        (lambda tokens: TokenLoss(tokens.logprobs), "loss returned a loss of shape [2]; return a sum over"),
+        (lambda tokens: TokenLoss(tokens.entropies.sum()), "loss returned a loss of shape [] without gradient"),
+        (with_figure("tokens", torch.tensor(1.0)), "a figure 'tokens', which the learner reports itself"),
+        (with_figure("mine", torch.ones(2)), "a figure 'mine' that is no scalar tensor"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_one_error(answer: Any, message: str) -> None:
+    with pytest.raises(AlgorithmError) as refused:
+        ChosenAlgorithm("mine", Wrong(answer)).loss(tokens())
+    assert str(refused.value).startswith("train.algorithm: mine") and message in str(refused.value)
+
+
+def test_columns_are_floats_of_32_bits_and_context_may_hold_anything() -> None:
+    def answer(batch: Any) -> Columns:
+        return Columns({"a": torch.where(batch.sampled, 2, torch.nan).double()}, {"seen": 3})
+
+    made = ChosenAlgorithm("mine", Wrong(answer)).columns(BATCH)
+    assert made.tokens["a"].dtype == torch.float32 and made.metrics == {"seen": 3.0}
+    assert made.tokens["a"][BATCH.sampled].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_staleness_is_told_of_every_sampled_token_whose_version_tells_it() -> None:
+    versions = ((VersionSpan("0.3", 2, 3), VersionSpan("1.5", 3, 4)), (VersionSpan("torn:4", 3, 4),))
+    batch = replace(BATCH, rollout_id=7, versions=versions)
+    told: Tensor = token_staleness(batch)
+    assert told[2:4].tolist() == [4.0, 2.0] and told[[0, 1, 4, 5, 6, 7]].isnan().all()
+    asked = ChosenAlgorithm("mine", Wrong(lambda batch: Columns(), Needs(staleness=True))).columns(batch)
+    assert asked.tokens["staleness"][2:4].tolist() == [4.0, 2.0]
