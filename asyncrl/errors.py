@@ -1,8 +1,8 @@
-"""The errors that a user can cause and mend.
+"""Errors that a user can cause and fix.
 
-Every expected failure is an `AsyncRLError`. Its message says what happened, to which thing, and
-what to do; the entrypoint prints that message alone (no traceback) and exits with `exit_code`.
-Anything else that escapes is a defect of this project and keeps its traceback.
+Every expected failure is an `AsyncRLError`. Its message says what happened, to which thing, and what to do. The
+entrypoint prints the message without a traceback and exits with `exit_code`. Any other error that reaches the
+entrypoint is a defect of this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ class AsyncRLError(Exception):
     """An expected failure; the message names the thing and the fix."""
 
     exit_code = 1
+    """Exit status of the process."""
 
 
 class ConfigError(AsyncRLError):
-    """The configuration cannot work: unknown key, bad range, impossible arithmetic."""
+    """The configuration cannot work: an unknown key, a value out of range, numbers that contradict each other."""
 
     exit_code = 2
 
@@ -31,35 +32,35 @@ class ModelError(AsyncRLError):
 
 
 class DataError(AsyncRLError):
-    """Prompt data is missing, empty, or malformed; the message carries file and line."""
+    """Prompt data or saved rollouts are missing, empty, or malformed; the message names the file and line."""
 
 
 class RewardError(AsyncRLError):
-    """A reward function does not import, or fails on too many samples."""
+    """A reward function cannot be imported, or fails on too many samples."""
 
 
 class RolloutError(AsyncRLError):
-    """Rollouts cannot be gathered: too many groups failed, or get and commit were called out of order."""
+    """The executor cannot deliver a batch: too many groups failed, or the loop called get and commit out of order."""
 
 
 class StalenessError(AsyncRLError):
-    """A token was about to train weights further from those that made it than rollout.max_staleness allows."""
+    """A token is staler than `rollout.max_staleness` allows, so it must not train."""
 
 
 class EngineError(AsyncRLError):
-    """An inference engine or router failed to start, died, or refused a command."""
+    """An inference engine or a router failed to start, died, or refused a command."""
 
 
 class HostLostError(EngineError):
-    """The engine host has ended, and with it every process that it had spawned."""
+    """The engine host has ended, and with it every process that it spawned."""
 
 
 class WeightUpdateError(AsyncRLError):
-    """A weight publication could not be completed."""
+    """A publication of weights failed."""
 
 
 class EnginesLostError(WeightUpdateError):
-    """Every engine that took part in a publication was lost on the way; engines that are started again may take it."""
+    """Every engine that took part in a publication was lost during it; restarted engines may take the weights."""
 
 
 class ControlError(AsyncRLError):
@@ -67,11 +68,11 @@ class ControlError(AsyncRLError):
 
 
 class TrainerError(AsyncRLError):
-    """A trainer rank failed; the message carries the rank and its traceback's last frames."""
+    """A trainer rank failed; the message has the rank and the last frames of its traceback."""
 
 
 class CheckpointError(AsyncRLError):
-    """A checkpoint is damaged, incomplete, or was written by another layout or for another model."""
+    """A checkpoint is damaged, incomplete, or belongs to another layout or another model."""
 
 
 class NonFiniteError(TrainerError):

@@ -100,7 +100,7 @@ async def cling():
 def test_no_end_waits_for_what_does_not_end(recipe: Path, what: str, end: str, code: int) -> None:
     ended = run_loop(recipe, f"{what}; {end}" if end == "pass" else f"{what}\n    {end}", *SHORT, before=CLINGING)
     assert ended.code == code, ended.text
-    assert "leaves by force: the end took longer than 3 s" in ended.text
+    assert "leaves by force: shutdown took longer than 3 s" in ended.text
     if what is CLING:
         assert ("after: TrainerError: the loss has a cold" in ended.text) == (end == FAIL)
     else:
@@ -176,7 +176,7 @@ asyncrl.driver._serve = serve
 """
     rank_1 = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
     ended = run_loop(recipe, "pass", "--run.stop-grace-s", "0.1", before=before, **rank_1)
-    assert ended.code == 128 + signal.SIGTERM and "no end came from rank 0 after SIGTERM" in ended.text, ended.text
+    assert ended.code == 128 + signal.SIGTERM and "rank 0 did not end the job after SIGTERM" in ended.text, ended.text
     assert ended.seconds < 12.0  # with the default grace it would be 13 s after the signal
 
 
@@ -185,7 +185,7 @@ def test_a_stop_is_answered_at_once_and_has_the_last_word(recipe: Path) -> None:
     ended = run_loop(recipe, loop, "--run.stop-grace-s", "20")
     first, answer, last = without_stalls(ended.text)
     assert first == f"run directory: {ended.run_dir}"
-    assert answer == "SIGTERM: stopping, for 20 s at most; once more leaves by force"
+    assert answer == "SIGTERM: stopping, within 20 s; a second signal leaves by force"
     assert (ended.code, last) == (128 + signal.SIGTERM, "stopped by SIGTERM")
 
 

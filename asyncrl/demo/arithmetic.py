@@ -1,6 +1,6 @@
-"""The reward of the small-model recipe, and an example of one's own: is the last number of a response the answer?
+"""The reward of the SmolLM2 recipe, and an example of a user's own reward: is the last number in a response the answer?
 
-It reads numbers and evaluates nothing: a response that only repeats the sum (`4 - 1`) is not worth its value.
+The reward only reads numbers and evaluates nothing: a response that repeats the problem (`4 - 1`) does not count as 3.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
 
 
 def last_number(sample: Sample, prompt: Prompt) -> float:
-    """1 where the last number in the response equals the reference answer, else 0; raises ValueError without one."""
+    """Returns 1 if the last number in the response equals the reference answer, else 0.
+
+    Raises ValueError for a prompt without a reference answer.
+    """
     if prompt.answer is None:
         raise ValueError("the prompt has no reference answer; set data.answer_key")
     numbers = _NUMBER.findall(sample.text.replace("−", "-"))

@@ -1,7 +1,7 @@
-"""Makes the demo's policy from nothing: a Qwen3 of 1.2 M parameters that reads and writes single characters.
+"""Makes the demo's initial policy: a Qwen3 of 1.2 M parameters that reads and writes single characters.
 
 Invariants
-- The same files byte for byte on every machine: weights come from a fixed seed, and nothing here depends on torch.
+- The files are the same, byte for byte, on every machine: weights come from a fixed seed, without torch.
 - The directory appears whole or not at all: it is written beside its place and renamed into it.
 """
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+# The model's shape and the seed of its weights.
 HIDDEN = 192
 INTERMEDIATE = 512
 LAYERS = 3
@@ -31,14 +32,16 @@ CONTEXT = 512
 SEED = 20
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+"""Special tokens, in the order of their ids."""
 PAD_ID, EOS_ID, UNK_ID = range(3)
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+"""Characters with a token of their own; their ids follow those of `SPECIAL`."""
 VOCABULARY = 128
-"""Rows of the embedding: the specials, the characters, and unused rows up to a size that tensor parallelism divides."""
+"""Rows of the embedding: special tokens, characters, and unused rows up to a size that tensor parallelism divides."""
 
 
 def build(path: Path) -> None:
-    """Writes a Hugging Face model directory at `path`; one that is already there is replaced."""
+    """Writes a Hugging Face model directory at `path`; replaces a directory that is already there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -55,7 +58,7 @@ def build(path: Path) -> None:
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token for each printable ASCII character and the newline; anything else is `<unk>`."""
+    """Returns a tokenizer with one token for each of `CHARACTERS`; any other character is `<unk>`."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -103,7 +106,10 @@ def _config_files() -> dict[str, dict[str, Any]]:
 
 
 def _initial_weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Named tensors [out, in]: normal, activations of order one; what writes into the residual is damped by depth."""
+    """Yields named tensors [out, in] with normal values, scaled so that activations are of order one.
+
+    Matrices that write into the residual stream are scaled down with depth.
+    """
     rng = np.random.default_rng(SEED)
     damping = 1 / math.sqrt(2 * LAYERS)
 

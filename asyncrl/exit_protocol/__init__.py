@@ -1,28 +1,32 @@
-"""How the ranks of a job end: signals, watchdogs, and nobody outliving anybody.
+"""How the ranks of a job end: signals, deadlines, and no rank that outlives the others.
 
-torchrun's agent runs each rank in a session of its own and forwards its signal to all of them, waits 30 s, then
-SIGKILLs; a second Ctrl-C arrives as SIGTERM. When a rank dies, it SIGTERMs the others in the same way. So:
+The grace is `run.stop_grace_s`, 12 s by default. To leave by force means `os._exit`, after one line on stderr that
+names what the rank was waiting for. With the default grace all ranks are gone within 15 s, whatever hangs.
 
-- rank 0, at SIGINT, SIGTERM or SIGHUP: stop now. The loop's scope is cancelled, what it wants kept gets half of the
-  grace, then all is disposed of; past the grace, leave by force.
-- rank 0, at a second one more than 0.5 s later: leave by force. The lifeline closes, and the host kills the rest.
-- rank 0, at SIGUSR1: graceful stop. The loop finishes its step and leaves. (One that comes before the loop is kept.)
-- rank 0, when the run is over, well or not: leave by force where disposal, summary or the interpreter's own end take
-  several graces each.
-- ranks >= 1, at SIGINT, SIGTERM or SIGHUP: nothing, rank 0 leads the stop; leave by force shortly after its grace.
-- ranks >= 1, when rank 0 is gone: leave by force after 2 s, the time for an end of their own.
-- every rank, when the agent is gone: SIGKILL by the kernel.
+torchrun's agent runs each rank in its own session. It forwards its signal to all ranks, waits 30 s, and then sends
+SIGKILL; a second Ctrl-C arrives as SIGTERM. When a rank dies, the agent sends SIGTERM to the others in the same way. So
+each rank acts as follows:
 
-By force means `os._exit` after one line on stderr that names what was waited for. With the default grace of 12 s
-everybody is gone within 15 s, whatever is stuck.
+- rank 0, at SIGINT, SIGTERM or SIGHUP: stops now. It cancels the loop's scope. Work that must be kept gets half of the
+  grace; then rank 0 disposes of everything. After the grace it leaves by force.
+- rank 0, at a second such signal, more than 0.5 s later: leaves by force. The host's lifeline closes, and the host
+  kills all engines and routers.
+- rank 0, at SIGUSR1: stops gracefully. The loop finishes its step and leaves. (A SIGUSR1 before the loop is kept.)
+- rank 0, when the run is over, in success or error: leaves by force if disposal, the summary or the exit of the
+  interpreter takes several graces.
+- ranks >= 1, at SIGINT, SIGTERM or SIGHUP: wait, because rank 0 leads the stop. They leave by force shortly after rank
+  0's grace.
+- ranks >= 1, when rank 0 is gone: leave by force after 2 s, which is enough for an exit of their own.
+- every rank, when the agent is gone: the kernel sends SIGKILL.
 
-Why a thread and not the event loop: the loop may be blocked, and the main thread of ranks >= 1 sits in collectives,
-where Python's signal handlers do not run. `signal.set_wakeup_fd` writes from the C handler, so the thread learns of
-every signal; it alone decides. (What holds the GIL for ever stops it too; then the agent's SIGKILL ends the rank.)
+Why a thread and not the event loop: the loop may be blocked, and the main thread of ranks >= 1 waits in collectives,
+where Python runs no signal handlers. `signal.set_wakeup_fd` writes from the C handler, so the thread learns of every
+signal, and it alone decides. (Code that holds the GIL for ever stops the thread too; then the agent's SIGKILL ends the
+rank.)
 
-Why a beacon: the agent SIGKILLs 30 s after rank 0's death, and a rank inside a collective with other ranks, or one
-that still waits for rank 0 to appear, does not notice by itself. Ranks of other nodes have their agent's SIGTERM and
-the deadline that it starts.
+Why a beacon: the agent sends SIGKILL only 30 s after rank 0's death. A rank in a collective with other ranks, or one
+that still waits for rank 0 to appear, does not notice the death by itself. A rank on another node cannot see the
+beacon; the SIGTERM of its agent starts its deadline.
 """
 
 from asyncrl.exit_protocol.policy import StopRequest

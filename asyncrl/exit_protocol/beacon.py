@@ -1,7 +1,7 @@
-"""How the ranks of rank 0's node know that rank 0 is alive, before any process group exists.
+"""The beacon by which ranks on rank 0's node know that rank 0 is alive, before any process group exists.
 
-Rank 0 listens on an abstract Unix socket for as long as it lives; a rank connects, learns which process is behind it,
-and watches that process (not the connection, which a fork of rank 0 would hold open).
+Rank 0 listens on an abstract Unix socket for as long as it lives. A rank connects, learns the process behind the
+socket, and watches that process. It does not watch the connection, because a fork of rank 0 would hold it open.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from asyncrl.errors import TrainerError
 
 
 def beacon_name(environ: Mapping[str, str]) -> str:
+    """Returns the socket's address, which differs for each user, job and attempt on a node."""
     attempt = ":".join(environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
     return f"\0asyncrl-rank-0:{os.getuid()}:{environ.get('MASTER_PORT', '')}:{attempt}"
 
 
 def light_beacon(name: str, ranks: int) -> socket.socket:
+    """Starts to listen at `name`, for connections of `ranks` ranks. Called by rank 0, which keeps the socket open.
+
+    Raises TrainerError when another process listens there.
+    """
     beacon = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         beacon.bind(name)
@@ -34,7 +39,7 @@ def light_beacon(name: str, ranks: int) -> socket.socket:
 
 
 def watch_rank_zero(beacon: str) -> int | None:
-    """A descriptor that becomes readable when rank 0 ends; None when it is not there (yet)."""
+    """Returns a descriptor that becomes readable when rank 0 ends; None if rank 0 does not listen (yet)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(beacon)

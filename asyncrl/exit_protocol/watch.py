@@ -1,4 +1,4 @@
-"""The thread behind a rank's exit policy: receives signals, watches rank 0, keeps the deadline, leaves by force."""
+"""The thread that carries out a rank's exit policy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from collections.abc import Callable
 from types import FrameType
 
 from asyncrl.exit_protocol.beacon import watch_rank_zero
-from asyncrl.exit_protocol.policy import Order, Policy
+from asyncrl.exit_protocol.policy import ExitPolicy, Order
 from asyncrl.observability.waits import WAITS
 
 BEACON_RETRY_S = 0.2
+"""Interval at which a rank looks for rank 0's beacon until it finds it."""
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -28,17 +29,20 @@ class ExitWatch:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: ExitPolicy,
         who: str,
         signals: tuple[signal.Signals, ...],
         beacon: str | None = None,
         tell: Callable[[str], None] = lambda answer: None,
     ) -> None:
-        """`tell` gets the policy's answer to a signal, in the watch's thread, until `disarm`; it must not wait."""
+        """`who` names the rank in messages; `beacon` is the name of rank 0's beacon, for ranks that watch it.
+
+        `tell` gets the policy's answer to a signal until `disarm`. The watch's thread calls it; it must not wait.
+        """
         self.policy = policy
         self._tell = tell
         self.orders, self._ordered = socket.socketpair()
-        """Readable once the event loop is to stop. (A socket: the thread must not wait for a blocked loop.)"""
+        """Becomes readable when the event loop is to stop. (A socket, so that the thread never waits for the loop.)"""
         self._who = who
         self._signals = signals
         self._beacon = beacon
@@ -51,18 +55,21 @@ class ExitWatch:
         self._thread = threading.Thread(target=self._run, name="exit-watch", daemon=True)
 
     def arm(self) -> None:
-        """Main thread only; inside the loop on rank 0, since uvloop takes the wakeup descriptor when it starts."""
+        """Takes over the signals and starts the thread. Call it in the main thread.
+
+        On rank 0, call it inside the event loop: uvloop takes the wakeup descriptor when it starts.
+        """
         for signum in self._signals:
-            self._handlers[signum] = signal.signal(signum, _noted)
-            signal.siginterrupt(signum, False)  # system calls of collectives are restarted
+            self._handlers[signum] = signal.signal(signum, _ignored)
+            signal.siginterrupt(signum, False)  # the kernel restarts system calls of collectives
         self._previous_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def disarm(self, keep_deadline: bool) -> None:
-        """Gives the event loop its wakeup descriptor back, and the handlers to whom they belonged.
+        """Gives the wakeup descriptor back to the event loop and restores the signal handlers.
 
-        With `keep_deadline` the process ends soon: the thread goes on, signals included, until the interpreter does
-        not let it; from there the kernel keeps the deadline.
+        With `keep_deadline` the process ends soon, so the thread keeps handling signals and the deadline. When the
+        interpreter no longer runs the thread, the kernel keeps the deadline.
         """
         signal.set_wakeup_fd(self._previous_wakeup, warn_on_full_buffer=self._previous_wakeup < 0)
         self._tell = lambda answer: None
@@ -79,16 +86,16 @@ class ExitWatch:
 
     def wake(self) -> None:
         """Makes the thread look at the policy again."""
-        with contextlib.suppress(BlockingIOError):  # full: it will wake anyhow
+        with contextlib.suppress(BlockingIOError):  # the buffer is full, so the thread will wake anyway
             self._wakeup.send(b"\0")
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
-        """Does what the wakeup descriptor did, between the bytecodes of the main thread."""
+        """Replaces the wakeup descriptor: a Python handler, which runs between bytecodes of the main thread."""
         with contextlib.suppress(BlockingIOError):
             self._wakeup.send(bytes([signum]))
 
     def _leave_the_rest_to_the_kernel(self) -> None:
-        """Destructors run while a daemon thread no longer gets the GIL: SIGALRM then ends a process that stays."""
+        """Sets a SIGALRM at the deadline: during destructors, daemon threads no longer get the GIL."""
         if self.policy.leave_by is not None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(self.policy.leave_by - time.monotonic(), 0.001))
@@ -132,6 +139,7 @@ class ExitWatch:
                 self._ordered.send(b"\0")
 
     def _leave(self) -> None:
+        """Leaves by force; says why, and what the rank was waiting for."""
         now = time.monotonic()
         waits = "; ".join(wait.describe(now) for wait in WAITS.snapshot() if math.isfinite(wait.deadline_s))
         waited = f" (waiting for: {waits})" if waits else ""
@@ -139,12 +147,12 @@ class ExitWatch:
         os._exit(self.policy.exit_code)
 
 
-def _noted(signum: int, frame: FrameType | None) -> None:
-    """Stands in for the default action; the wakeup descriptor has told the watch."""
+def _ignored(signum: int, frame: FrameType | None) -> None:
+    """Replaces the default action of a signal; the thread learns of the signal from the wakeup descriptor."""
 
 
 def _say(line: str) -> None:
-    """One line on stderr, unless it is closed or whoever reads it has stopped reading."""
+    """Writes one line to stderr, unless stderr is closed or its reader is not reading."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             shown_cursor = b"\033[?25h" if os.isatty(2) else b""  # a live display may have hidden it

@@ -1,5 +1,5 @@
-"""What a run says about itself: events, waits, logs, metrics, the live display and the summary.
+"""What a run says about itself: events, waits, logs, metrics, the live display, the summary and the report.
 
-Nothing here imports torch, and nothing here blocks the event loop for long: files are appended to
-with one small write per line, terminals are written to by a thread of their own.
+No module here imports torch, and none blocks the event loop for long: a log line costs one small write to its file, and
+a thread of its own writes to the terminal.
 """

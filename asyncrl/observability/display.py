@@ -1,9 +1,9 @@
-"""What a person sees of a run while it lasts: a live table on a terminal, plain lines elsewhere.
+"""The display of a running job: a live table on a terminal, plain lines elsewhere.
 
 Invariants
-- No method waits for the terminal: they change the state, and a thread of the display draws it.
-- A displayed wait comes from the registry of waits, so start-up shows what it waits for without being told.
-- `stop` leaves the last state on the screen and gives the terminal back; it may be called again.
+- No method waits for the terminal. Methods change the state, and the display's own thread draws it.
+- Displayed waits come from the registry of waits, so no caller has to announce what start-up waits for.
+- `stop` leaves the last state on the screen and releases the terminal. It may be called again.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from asyncrl.observability.waits import WAITS, Wait
 
 _REFRESH_S = 0.25
 _QUIET_S = 15.0
-"""Plain output says what is going on when it has said nothing for so long."""
+"""After so long without a line, plain output says what the job is doing."""
 _PENDING_LINES = 10_000
-"""Lines kept for a terminal that is paused; older ones are lost."""
+"""Lines kept while the terminal is paused; the display drops older ones."""
 
 
 class Display(Protocol):
-    """Where the loop tells how far it is."""
+    """Shows the progress that the loop reports."""
 
     def start(self, total_steps: int | None) -> None:
-        """Begins; `total_steps` is None where the number is not known yet."""
+        """Starts the display; `total_steps` is None while the number of steps is unknown. May be called again."""
 
     def phase(self, name: str) -> None:
-        """Says what the loop does now: `startup`, `generate`, `train`, ... or a phrase like `warm-up 40/200`."""
+        """Shows what the loop does now: `startup`, `generate`, `train`, ... or text with a count (`warm-up 40/200`)."""
 
     def step(self, report: StepReport) -> None:
-        """A step is finished."""
+        """Shows a finished step."""
 
     def engines(self, serving: int, total: int) -> None:
-        """So many of the engines serve; said where it isn't all, and when it is all again."""
+        """Shows how many engines serve, while some do not and when all serve again."""
 
     def note(self, text: str) -> None:
-        """One line worth keeping on the screen."""
+        """Shows one line that stays on the screen."""
 
     def stop(self) -> None:
-        """Ends; idempotent."""
+        """Stops the display; idempotent."""
 
 
-def _news() -> tuple[Wait, ...]:
-    """Waits worth showing: supervision waits for exits without end, and that is no news."""
+def _shown_waits() -> tuple[Wait, ...]:
+    """Waits to show: those with a deadline. Supervision waits for process exits all the time, which is no news."""
     return tuple(wait for wait in WAITS.snapshot() if math.isfinite(wait.deadline_s))
 
 
 class _Drawn(ABC):
-    """State and drawing thread that both displays share; a subclass says what to draw."""
+    """The state and the drawing thread that both displays share; a subclass draws."""
 
     def __init__(self, run_dir: Path | None) -> None:
         self._lock = threading.Lock()
@@ -102,18 +102,18 @@ class _Drawn(ABC):
     def stop(self) -> None:
         if self._thread is not None and not self._stopped.is_set():
             self._stopped.set()
-            self._thread.join(2.0)  # longer only where the terminal itself is stopped: then leave it
+            self._thread.join(2.0)  # it takes longer only if the terminal itself hangs: then leave the thread behind
 
     @abstractmethod
     def note(self, text: str) -> None: ...
 
     @abstractmethod
     def _run(self) -> None:
-        """The thread: draws until `_stopped` is set."""
+        """Draws until `_stopped` is set; runs in the display's thread."""
 
 
 class PlainDisplay(_Drawn):
-    """One line per step, per change of phase before the first step, and per long silence."""
+    """Prints one line per step, per change of phase before the first step, and after each long silence."""
 
     def __init__(self, stream: TextIO, quiet_s: float = _QUIET_S, run_dir: Path | None = None) -> None:
         super().__init__(run_dir)
@@ -123,6 +123,7 @@ class PlainDisplay(_Drawn):
         self._begun = ""
 
     def phase(self, name: str) -> None:
+        """Prints the phase when it begins, until the first step."""
         super().phase(name)
         begun = phase_name(name)
         if self._state.last is None and begun not in (self._begun, OTHER):
@@ -130,20 +131,24 @@ class PlainDisplay(_Drawn):
             self.note(name)
 
     def step(self, report: StepReport) -> None:
+        """Prints one line for the step."""
         super().step(report)
         self.note(step_line(self._state, report))
 
     def engines(self, serving: int, total: int) -> None:
+        """Prints one line if the numbers changed."""
         before = self._state.engines
         super().engines(serving, total)
         if self._state.engines != before:
             self.note(engines_text(serving, total))
 
     def note(self, text: str) -> None:
+        """Prints `text`."""
         self._said = time.monotonic()
         self._writer.write(text + "\n")
 
     def stop(self) -> None:
+        """Stops the display after the lines so far are written."""
         super().stop()
         self._writer.close()
 
@@ -151,11 +156,11 @@ class PlainDisplay(_Drawn):
         while not self._stopped.wait(min(1.0, self._quiet_s)):
             now = time.monotonic()
             if now - self._said >= self._quiet_s:
-                self.note(idle_line(self._state, _news(), now))
+                self.note(idle_line(self._state, _shown_waits(), now))
 
 
 class _LinesAbove(io.TextIOBase):
-    """Stands in for stdout or stderr while the table is drawn: whole lines go to `put`, nothing waits."""
+    """Replaces stdout or stderr while the table is drawn: passes whole lines to `put` and never waits."""
 
     def __init__(self, original: TextIO, put: Callable[[str], None]) -> None:
         self._original = original
@@ -171,7 +176,7 @@ class _LinesAbove(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Hands on what was written after the last newline."""
+        """Passes on the text after the last newline."""
         if self._rest:
             self.write("\n")
 
@@ -187,9 +192,10 @@ class _LinesAbove(io.TextIOBase):
 
 
 class LiveDisplay(_Drawn):
-    """A table that is redrawn in place; what is written to stdout or stderr meanwhile scrolls by above it.
+    """Redraws a table in place; lines that other code writes to stdout or stderr scroll by above it.
 
-    Only the display's thread touches the terminal: rich lets two threads that print tear a table whose height changes.
+    Only the display's thread writes to the terminal: with rich, two threads that print tear a table whose height
+    changes.
     """
 
     def __init__(self, stream: TextIO, run_dir: Path | None = None) -> None:
@@ -199,22 +205,25 @@ class LiveDisplay(_Drawn):
         self._redirected: dict[str, tuple[TextIO, _LinesAbove]] = {}
 
     def start(self, total_steps: int | None) -> None:
+        """Redirects stdout and stderr if they are terminals, and starts drawing."""
         if self._thread is None:
             for name in ("stdout", "stderr"):
                 original: TextIO = getattr(sys, name)
-                if original.isatty():  # what was sent to a file stays there
+                if original.isatty():  # output that goes to a file is not redirected
                     self._redirected[name] = (original, _LinesAbove(original, self._lines.append))
                     setattr(sys, name, self._redirected[name][1])
-            atexit.register(self.stop)  # so that a traceback on the way out is shown
+            atexit.register(self.stop)  # otherwise a traceback at the exit would not be shown
         super().start(total_steps)
 
     def note(self, text: str) -> None:
+        """Prints `text` above the table, or below it once the display has stopped."""
         if self._stopped.is_set():
             self._console.print(Text(text))
         else:
             self._lines.append(text)
 
     def stop(self) -> None:
+        """Restores stdout and stderr and draws the last state."""
         for name, (original, above) in self._redirected.items():
             if getattr(sys, name) is above:
                 setattr(sys, name, original)
@@ -224,7 +233,7 @@ class LiveDisplay(_Drawn):
         atexit.unregister(self.stop)
 
     def _render(self) -> RenderableType:
-        return render(self._state, _news(), time.monotonic())
+        return render(self._state, _shown_waits(), time.monotonic())
 
     def _run(self) -> None:
         live = Live(
@@ -234,7 +243,7 @@ class LiveDisplay(_Drawn):
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        with suppress(OSError), live:  # the terminal may vanish; the job goes on
+        with suppress(OSError), live:  # if the terminal vanishes, the job goes on
             while not self._stopped.wait(_REFRESH_S):
                 self._draw(live)
             self._draw(live)
@@ -251,9 +260,9 @@ class LiveDisplay(_Drawn):
 def make_display(
     mode: Literal["auto", "live", "plain"], stream: TextIO | None = None, run_dir: Path | None = None
 ) -> Display:
-    """The display for `mode`; auto is live where `stream` (default: stdout) is a terminal that can move its cursor.
+    """Makes the display for `mode`. `auto` is live if `stream` (default: stdout) is a terminal with a movable cursor.
 
-    `run_dir` is named first, and stays in the title of the table.
+    The display names `run_dir` first and keeps it in the title of the table.
     """
     stream = stream or sys.stdout
     if mode == "auto":

@@ -1,10 +1,10 @@
 """The event log of a run: one typed, versioned JSON line for each thing that happened.
 
 Invariants
-- A line is written whole, in one write, and never changed; readers may follow the file.
-- Every line carries schema version, job attempt, wall time and kind; the rest are the event's own fields.
-- Emitting never raises and never blocks for long: a full disk is counted (`dropped`), not fatal, and once
-  there is room again the log itself says how many lines are missing.
+- A line is written whole, in one write, and never changed. Readers may follow the file.
+- Every line carries schema version, job attempt, wall time and kind, and then the event's own fields.
+- `emit` never raises and never blocks for long. A full disk only counts lines as lost (`dropped`); once there is room
+  again, the log itself says how many lines are missing.
 - A kind belongs to one class. This module declares the events of the job as a whole; each package declares its own in
   a module `*_events`. `event_kinds` lists them all.
 """
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+"""Version of the lines' common fields."""
 
 _RECENT = 1000
 _KINDS: dict[str, type[Event]] = {}
@@ -50,18 +51,19 @@ _KINDS: dict[str, type[Event]] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all events; a subclass names its `kind` and adds fields of plain JSON types."""
+    """Base of all events. A subclass sets its `kind` and adds fields of plain JSON types."""
 
     kind: ClassVar[str]
+    """Name under which the log has events of this class: `step_finished`."""
 
     def __init_subclass__(cls) -> None:
         kind = cls.__dict__.get("kind")
-        if kind is None:  # a base that only shares fields
+        if kind is None:  # a base class that only shares fields
             return
-        # A slotted dataclass is created twice, so the same name from the same module replaces itself.
+        # Python creates a slotted dataclass twice, so a class may replace one of the same name and module.
         other = _KINDS.get(kind)
         if other is not None and (other.__module__, other.__name__) != (cls.__module__, cls.__name__):
-            raise TypeError(f"event kind {kind!r} is declared by {other.__module__}.{other.__name__} already")
+            raise TypeError(f"{other.__module__}.{other.__name__} already declares event kind {kind!r}; choose another")
         _KINDS[kind] = cls
 
 
@@ -72,14 +74,14 @@ class JobStarted(Event):
     kind: ClassVar[str] = "job_started"
     pid: int
     ranks: int
-    """Trainer ranks."""
+    """Number of trainer ranks."""
     total_steps: int | None = None
-    """Steps that the job means to train; None when that is given in epochs."""
+    """Number of steps that the job is to train; None if the configuration gives epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded(Event):
-    """The driver is about to exit; a log whose last attempt lacks this line belongs to a job that was killed."""
+    """The driver is about to exit. If the last attempt in a log lacks this event, the job was killed."""
 
     kind: ClassVar[str] = "job_ended"
     reason: str
@@ -89,25 +91,26 @@ class JobEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStarted(Event):
-    """Everything is up, and the first step begins."""
+    """Start-up is over, and the first step begins."""
 
     kind: ClassVar[str] = "loop_started"
     seconds: float
-    """Since the driver began to keep time."""
+    """Duration of start-up, from the moment in which the driver began to measure time."""
     phases: dict[str, float]
     """Seconds by phase: `startup`, `warm-up`, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished(Event):
-    """A training step is complete: its batch was trained and committed, its weights published where that was due."""
+    """A training step is complete: its batch is trained and committed, and its weights are published if due."""
 
     kind: ClassVar[str] = "step_finished"
     step: int
     """Steps trained so far, this one included."""
     seconds: float
+    """Wall time of the step."""
     version: str | None = None
-    """Weights that were published after it, as `attempt.step`."""
+    """Weights published after the step, as `attempt.step`; None if none were due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +119,22 @@ class CheckpointWritten(Event):
 
     kind: ClassVar[str] = "checkpoint_written"
     step: int
+    """Steps trained."""
     path: str
+    """Directory of the checkpoint or export."""
     seconds: float
+    """Duration of the writing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSeen(Event):
-    """Something went wrong that the job may survive."""
+    """Something went wrong, and the job may survive it."""
 
     kind: ClassVar[str] = "fault_seen"
     component: str
-    """Who is at fault, as people call it: `engine-0`, `event loop`, `trainer rank 1`."""
+    """The part at fault, by its usual name: `engine-0`, `event loop`, `trainer rank 1`."""
     what: str
+    """What went wrong, as a phrase after the component's name: `blocked for 3.2 s by ...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +143,20 @@ class EventsLost(Event):
 
     kind: ClassVar[str] = "events_lost"
     count: int
+    """Number of lines lost since the line before."""
 
 
 class EventLog:
-    """Appends events to a file; safe from any thread. `None` as path keeps them in memory only (tests).
+    """Appends events to a file; safe from any thread. With `None` as path, events stay in memory only (for tests).
 
     Raises RunDirectoryError when the file cannot be opened.
     """
 
     def __init__(self, path: Path | None, attempt: int = 0) -> None:
         self.attempt = attempt
+        """Attempt of the job that is written into each line."""
         self.recent: list[dict[str, Any]] = []
-        """The latest lines, oldest first; at least the last 1000."""
+        """The latest lines, oldest first: at least the last 1000, if there are so many."""
         self._lock = threading.Lock()
         self._file = None if path is None else LineFile(path)
         self._told_lost = 0
@@ -155,7 +164,7 @@ class EventLog:
 
     @property
     def dropped(self) -> int:
-        """Lines that could not be written."""
+        """Number of lines that could not be written."""
         return 0 if self._file is None else self._file.lost
 
     def emit(self, event: Event) -> None:
@@ -171,11 +180,11 @@ class EventLog:
             listener(line)
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `listener` with each later event, as a line of the log, in the thread that emits it."""
+        """Calls `listener` with the log line of each later event, in the thread that emits the event."""
         self._listeners.append(listener)
 
     def close(self) -> None:
-        """Closes the file; what is emitted later is kept in `recent` only."""
+        """Closes the file; later events go to `recent` only."""
         if self._file is not None:
             self._file.close()
 
@@ -194,23 +203,25 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of an event log, in order, whatever their kind.
+    """Yields the lines of an event log in order, of all kinds.
 
-    A torn last line is left out; a damaged line elsewhere becomes `{"kind": "unreadable", "line": n, "text": ...}`.
+    Leaves out a torn last line. Any other damaged line becomes `{"kind": "unreadable", "line": n, "text": ...}`.
     """
     return read_lines(path)
 
 
 @dataclass(frozen=True, slots=True)
 class EventKind:
-    """What can stand in a log under one kind."""
+    """Description of one kind of event."""
 
     kind: str
+    """`step_finished`."""
     declared_in: str
-    """Module of its class."""
+    """Module of the event's class."""
     doc: str
+    """Docstring of the event's class."""
     fields: dict[str, str]
-    """Type of each field as it is written in the class."""
+    """Type of each field, as written in the class."""
     schema: dict[str, Any]
     """JSON schema of the event's own fields."""
 

@@ -1,10 +1,10 @@
 """Files of JSON lines that survive full disks, torn writes and killed writers.
 
 Invariants
-- A line that `append` accepted is in the file, whole, when `append` returns: it survives a SIGKILL of this process.
-- A line cut short (full disk, killed writer) never damages the one after it, which starts on a fresh line.
-- `append` neither raises nor waits: a line that cannot be written is counted in `lost`.
-- A reader never passes over damage in silence: it yields an `unreadable` record in its place.
+- When `append` returns True, the whole line is in the file and survives a SIGKILL of this process.
+- A line cut short (full disk, killed writer) never damages the next line, which starts on a fresh line.
+- `append` neither raises nor waits. It counts lines that it cannot write in `lost`.
+- A reader never hides damage: it yields an `unreadable` record in place of a damaged line.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import msgspec
 from asyncrl.errors import RunDirectoryError
 
 UNREADABLE = "unreadable"
-"""`kind` of the record that a reader yields for a damaged line; its other fields are `line` (from 1) and `text`."""
+"""`kind` of the record that a reader yields for a damaged line. Its other fields are `line` (from 1) and `text`."""
 
 _SHOWN_BYTES = 200
 
 
 def to_plain(value: object) -> object:
-    """A JSON type for what msgspec does not know: the number inside a numpy or torch scalar, else its text."""
+    """Returns a JSON type for a value that msgspec does not know: the number in a numpy or torch scalar, else text."""
     item = getattr(value, "item", None)
     if callable(item):
         try:
@@ -40,7 +40,7 @@ def to_plain(value: object) -> object:
 
 
 def without_surrogates(value: Any) -> Any:
-    """`value` with lone surrogates in its texts written as escapes, since UTF-8 has no place for them."""
+    """Returns `value` with lone surrogates in its texts written as escapes, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -51,7 +51,7 @@ def without_surrogates(value: Any) -> Any:
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
-    """`record` as one JSON line; values of foreign types become text, NaN and infinity become null."""
+    """Returns `record` as one JSON line; values of unknown types become text, NaN and infinity become null."""
     try:
         line = msgspec.json.encode(record, enc_hook=to_plain)
     except UnicodeEncodeError:  # lone surrogates, as in a log tail decoded with surrogateescape
@@ -60,7 +60,7 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 
 
 class LineFile:
-    """Appends whole lines to one file, opened once; safe from any thread.
+    """Appends whole lines to one file, which it opens once; safe from any thread.
 
     Raises RunDirectoryError when the file cannot be opened.
     """
@@ -68,11 +68,11 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
-        """Lines that could not be written so far."""
+        """Number of lines that could not be written so far."""
         self.last_error: OSError | None = None
-        """Why the latest lost line was lost."""
+        """Why the latest lost line could not be written; None without a reason from the system."""
         self._lock = threading.Lock()
-        # O_NONBLOCK changes nothing on a regular file; on a named pipe a slow reader costs lines instead of time.
+        # O_NONBLOCK has no effect on a regular file. On a named pipe, a slow reader then costs lines instead of time.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._fd: int | None = os.open(path, flags, 0o644)
@@ -84,12 +84,12 @@ class LineFile:
 
     @staticmethod
     def _ends_torn(fd: int) -> bool:
-        """Whether an earlier writer was killed in mid-line."""
+        """True if the file ends within a line, because an earlier writer was killed."""
         status = os.fstat(fd)
         return stat.S_ISREG(status.st_mode) and status.st_size > 0 and os.pread(fd, 1, status.st_size - 1) != b"\n"
 
     def append(self, line: bytes) -> bool:
-        """Writes `line` (which ends in a newline); False when it was lost."""
+        """Writes `line`, which ends in a newline; returns False if it is lost."""
         with self._lock:
             if self._fd is None:
                 self.lost += 1
@@ -111,7 +111,7 @@ class LineFile:
             return False
 
     def close(self) -> None:
-        """Closes the file; lines that come later are lost. May be called again."""
+        """Closes the file; later lines are lost. May be called again."""
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
@@ -119,7 +119,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file, in order; a torn last line (still being written) is left out."""
+    """Yields the records of a file in order, without a torn last line: its writer may still be writing it."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

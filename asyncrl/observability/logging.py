@@ -1,9 +1,9 @@
 """Logging of a job's processes: people read the terminal, programs read `<run>/logs/driver.jsonl`.
 
 Invariants
-- What structlog, the standard library's logging and `warnings` say comes out alike, with rank and component.
-- A JSON line is in the file when the logging call returns; the terminal is served by a thread and never waited for.
-- What libraries say about parts that this project does without (Transformer Engine, Apex) is kept out of both.
+- Messages from structlog, the standard library's logging and `warnings` look the same, with rank and component.
+- A JSON line is in the file when the logging call returns. A thread writes to the terminal; no caller waits for it.
+- Warnings of libraries about packages that this project does not use (Transformer Engine, Apex) appear in neither.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ QUIET_LOGGERS: Mapping[str, int] = {
     "transformers": logging.ERROR,
     "urllib3": logging.WARNING,
 }
-"""Least level that each chatty library may log at."""
+"""Lowest level at which each of these libraries may log; below it they log too much."""
 
 QUIET_WARNINGS: tuple[tuple[str, str], ...] = (
     (r".*(Transformer Engine|Apex|apex|transformer_engine|TransformerEngine).*", r"megatron\."),
 )
-"""Warnings to ignore, as (message, module) patterns."""
+"""Warnings to ignore, as (message pattern, module pattern)."""
 
 _COLORS = {"warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31;1m", "debug": "\x1b[2m"}
 _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 
 
 def get_logger(component: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose lines bear `component`: `driver`, `controller`, `engine-0`, ..."""
+    """Returns a logger that adds `component` to its lines: `driver`, `controller`, `engine-0`, ..."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(f"asyncrl.{component}", component=component)
     return logger
 
 
 def quiet_libraries() -> None:
-    """Silences what libraries say while they are imported; call it before importing torch or megatron."""
+    """Silences messages that libraries log on import; call it before importing torch or megatron."""
     for name, level in QUIET_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
     for message, module in QUIET_WARNINGS:
@@ -67,7 +67,7 @@ def quiet_libraries() -> None:
 
 
 def human_line(record: Mapping[str, Any], *, color: bool) -> str:
-    """`17:13:42 driver: router is up  port=31000`; level and rank are named where they are unusual."""
+    """Formats a log record: `17:13:42 driver: router is up  port=31000`. Names level and rank only if unusual."""
     shown = dict(record)
     level = shown.pop("level", "info")
     clock = time.strftime("%H:%M:%S", time.localtime(shown.pop("time", None)))
@@ -90,7 +90,7 @@ def human_line(record: Mapping[str, Any], *, color: bool) -> str:
 
 
 class _RecordHandler(logging.Handler):
-    """Turns a standard record into a flat mapping and hands it on."""
+    """Base of our handlers: turns a standard log record into a flat mapping."""
 
     def __init__(self, rank: int, component: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _RecordHandler(logging.Handler):
     def record(self, record: logging.LogRecord) -> dict[str, Any]:
         fields: dict[str, Any] = {"time": record.created, "level": record.levelname.lower(), "logger": record.name}
         fields |= self._identity
-        if isinstance(record.msg, dict):  # from structlog: already a mapping
+        if isinstance(record.msg, dict):  # from structlog, see `_as_record`
             fields |= record.msg
         else:
             if not record.name.startswith("asyncrl"):
@@ -118,7 +118,7 @@ class _FileHandler(_RecordHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._file.append(encode_line(self.record(record)))
-        except Exception:  # a record with broken arguments must not end the job; logging's own way to say so
+        except Exception:  # a record with wrong arguments must not end the job; `handleError` is logging's own report
             self.handleError(record)
 
 
@@ -152,9 +152,9 @@ class _ForwardingHandler(_RecordHandler):
 
 @contextmanager
 def forwarded(send: Callable[[dict[str, Any]], bool], *, rank: int) -> Iterator[None]:
-    """Gives warnings and worse to `send` in place of the terminal, which belongs to rank 0 and its live table.
+    """Passes warnings and errors to `send` instead of the terminal, which belongs to rank 0 and its live table.
 
-    Where `send` returns False, nobody takes them any more, and they go to the terminal after all.
+    If `send` returns False, rank 0 no longer takes them, and they go to the terminal.
     """
     root = logging.getLogger()
     before = root.handlers[:]
@@ -171,7 +171,7 @@ def forwarded(send: Callable[[dict[str, Any]], bool], *, rank: int) -> Iterator[
 def _as_record(
     _logger: object, _method: str, event_dict: MutableMapping[str, Any]
 ) -> tuple[tuple[MutableMapping[str, Any]], dict[str, Any]]:
-    """Last step of structlog's chain: the mapping becomes the message of a standard record."""
+    """Last processor of structlog: makes the mapping the message of a standard log record."""
     return (event_dict,), {}
 
 
@@ -184,11 +184,11 @@ def logging_to(
     level: str = "INFO",
     stream: TextIO | None = None,
 ) -> Iterator[TerminalWriter]:
-    """Sets up logging of this process for as long as it is entered; yields the terminal's writer, for `flush`.
+    """Sets up logging of this process while the context is entered; yields the terminal's writer, for `flush`.
 
     JSON lines go to `<run_dir>/logs/driver.jsonl` (`rank-N.jsonl` for other ranks). Ranks other than 0 show only
-    warnings on the terminal. Without a `stream` that is stderr as it stands at each line, so that a live display,
-    which redirects it, can move lines above itself.
+    warnings and errors on the terminal. Without a `stream`, each line goes to the current `sys.stderr`: a live display
+    redirects it to show lines above its table.
 
     Raises RunDirectoryError when the log file cannot be opened.
     """
@@ -198,7 +198,9 @@ def logging_to(
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunDirectoryError(f"{logs}: cannot be made ({error.strerror}); set run.dir") from error
+            raise RunDirectoryError(
+                f"{logs}: cannot be created ({error.strerror}); make its parent writable or set run.dir"
+            ) from error
         file = LineFile(logs / ("driver.jsonl" if rank == 0 else f"rank-{rank}.jsonl"))
     writer = TerminalWriter(lambda: stream or sys.stderr)
     color = (stream or sys.stderr).isatty() and "NO_COLOR" not in os.environ

@@ -1,9 +1,9 @@
-"""The numbers of a run: one JSON line per step in metrics.jsonl, and where the wall time went.
+"""The metrics of a run: one JSON line per step in metrics.jsonl, and the wall time by phase.
 
 Invariants
 - Keys are flat and named `section/name`: `rollout/reward_mean`, `train/loss`, `time/generate_s`, `weights/pause_s`.
-- A line holds finite numbers only; what is NaN or infinite stands as null and is named, as text, under `nonfinite`.
-- The phases of a step do not overlap: their seconds add up to the step's wall time exactly, with `other` as the rest.
+- A line holds finite numbers only. A NaN or infinite value is null, and `nonfinite` has it as text.
+- The phases of a step do not overlap. Their seconds, with `other` for the rest, add up exactly to the step's wall time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from asyncrl.observability.line_file import UNREADABLE, LineFile, encode_line, r
 _KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.@-]+)+")
 
 OTHER = "other"
-"""The phase of all time that no named phase covers."""
+"""Phase of all time that no named phase covers."""
 
 
 def metric_line(step: int, attempt: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
-    """The record of one step. Raises ValueError for a key that is not `section/name`, TypeError for a non-number."""
+    """Returns the line of one step.
+
+    Raises ValueError for a key that is not named `section/name`, and TypeError for a value that is not a number.
+    """
     line: dict[str, Any] = {"step": step, "attempt": attempt, "time": time.time()}
     nonfinite: dict[str, str] = {}
     for key, value in metrics.items():
@@ -54,9 +57,9 @@ class MetricsLog:
         self._attempt = attempt
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Appends the numbers of `step` (steps trained so far, this one included; 0 is before training).
+        """Appends the metrics of `step` (steps trained so far, including this one; 0 is before training).
 
-        Raises RunDirectoryError when the line does not reach the file: a run whose results cannot be kept should end.
+        Raises RunDirectoryError when the line cannot be written: a run that cannot keep its results should end.
         """
         if not self._file.append(encode_line(metric_line(step, self._attempt, metrics))):
             reason = self._file.last_error.strerror if self._file.last_error else "the file is closed"
@@ -65,41 +68,46 @@ class MetricsLog:
             )
 
     def close(self) -> None:
+        """Closes the file. May be called again."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a metrics.jsonl in order; a step that was trained again in a later attempt appears again."""
+    """Yields the lines of a metrics.jsonl in order, without damaged ones.
+
+    A step that a later attempt trained again appears again.
+    """
     return (line for line in read_lines(path) if line.get("kind") != UNREADABLE)
 
 
 def phase_name(text: str) -> str:
-    """A phase without its count: `warm-up 40/200` is the phase `warm-up`."""
+    """Returns a phase without its count: `warm-up 40/200` is phase `warm-up`."""
     return text.rstrip("0123456789/ ")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Where the wall time of a step, or of a whole run, went."""
+    """The wall time of a step, or of a whole run, by phase."""
 
     seconds: float
+    """All of it."""
     phases: Mapping[str, float]
-    """Seconds by phase, in order of first appearance, `other` last; they sum to `seconds`."""
+    """Seconds by phase, in order of first appearance and `other` last; they add up to `seconds`."""
 
     def metrics(self) -> dict[str, float]:
-        """`time/step_s` and `time/<phase>_s`."""
+        """Returns the metrics `time/step_s` and `time/<phase>_s`."""
         return {"time/step_s": self.seconds} | {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
 
 
 class StepTimer:
-    """Accounts for every moment between its creation and now, each to one phase.
+    """Counts every moment since its creation as time of exactly one phase.
 
-        with timer.phase("generate"): ...      # may nest: the inner phase's time is not the outer's
+        with timer.phase("generate"): ...      # phases may nest: the outer phase does not get the inner one's time
         step_time = timer.finish_step()
 
     Phases in use: startup, warm-up, eval, generate, wait, train, checkpoint, publish, export, other. A count at the end
-    (`warm-up 40/200`) is shown, not accounted apart. `on_phase` (say, a display's `phase`) hears of each change. The
-    timer is not for concurrent tasks: it times the task that drives the loop.
+    (`warm-up 40/200`) is for the display only. The timer calls `on_phase` (such as a display's `phase`) at each change.
+    It times the one task that drives the loop and does not support concurrent tasks.
     """
 
     def __init__(
@@ -127,13 +135,13 @@ class StepTimer:
             self._tell()
 
     def finish_step(self) -> StepTime:
-        """Closes the step that began at the last call (or at creation) and begins the next."""
+        """Ends the step that began at the last call (or at creation), returns its time, and begins the next step."""
         self._account()
         step, self._step_ns = self._step_ns, {}
         return self._as_time(step)
 
     def totals(self) -> StepTime:
-        """All time since creation, the unfinished step included."""
+        """Returns all time since creation, including the unfinished step."""
         self._account()
         return self._as_time(self._total_ns)
 

@@ -1,6 +1,7 @@
 """The reward curve of a run: in characters for the terminal, as a PNG for the run directory.
 
-Both plotting libraries take about half a second to import, which nothing but this pays for; call from a thread.
+Each plotting library takes about half a second to import, so functions import them when they need them. Call these
+functions in a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _BLUE, _RED, _GREY = "#2a6fbb", "#c8452f", "#8a8a8a"
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` finite values at each place; NaN while there is none."""
+    """Returns, for each value, the mean of the finite ones among the last `window` values; NaN if there is none."""
     means = []
     for end in range(1, len(values) + 1):
         recent = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
@@ -22,14 +23,15 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def smoothing_window(steps: int) -> int:
-    """A tenth of the run, at least 3 steps and at most 50."""
+    """Window of the moving mean: a tenth of the steps, at least 3 and at most 50."""
     return max(3, min(50, round(steps / 10)))
 
 
 def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15) -> str:
-    """Mean reward over steps (smoothed) in characters without color; empty where there are under two finite points.
+    """Draws the moving mean of the reward over steps, in characters without color.
 
-    A reward that never changed is a sentence: a plot would make up a range for it.
+    Returns "" for fewer than two finite points. A reward that never changed becomes a sentence, because a plot would
+    invent a range for it.
     """
     smooth = moving_mean(rewards, smoothing_window(len(rewards)))
     points = [(step, value) for step, value in enumerate(smooth, 1) if math.isfinite(value)]
@@ -57,7 +59,10 @@ def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15) -
 def write_curve_png(
     path: Path, rewards: Sequence[float], accuracies: Sequence[tuple[int, float]] = (), title: str = "Reward curve"
 ) -> None:
-    """Draws mean reward of each step and its moving mean, and held-out accuracy as (step, value) where there is any."""
+    """Draws the mean reward of each step, its moving mean, and held-out accuracy as (step, value) if there is any.
+
+    Raises OSError when `path` cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -1,4 +1,4 @@
-"""What is shown of a run: a frozen state, and the lines and the table that it reads as. Pure; time is passed in."""
+"""The view of a run: a frozen state, and the lines and the table that show it. Pure; callers pass the time in."""
 
 from __future__ import annotations
 
@@ -16,53 +16,55 @@ from asyncrl.observability.text_plots import duration, sparkline, time_bar, time
 from asyncrl.observability.waits import Wait
 
 _ETA_STEPS = 10
-"""Steps whose mean duration the estimate of the end is made from."""
+"""Number of latest steps whose mean duration gives the estimated time to the end."""
 _SHOWN_WAITS = 4
 _SHOWN_FAILURE = 120
-"""Characters of a failure that a line shows; events.jsonl has it all."""
+"""Characters of a failure that a line shows; events.jsonl has the whole text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one finished step has to say."""
+    """The figures of one finished step that the display shows."""
 
     step: int
-    """Steps trained so far, this one included."""
+    """Steps trained so far, including this one."""
     reward_mean: float
+    """Mean reward over the samples of the batch."""
     response_length: float
     """Mean response length in tokens."""
     tokens_per_s: float
     """Response tokens per second of generation."""
     loss: float
+    """Training loss; NaN if there is none."""
     seconds: float
     """Wall time of the step."""
     time_split: Mapping[str, float]
     """Seconds by phase."""
     accuracy: float | None = None
-    """Held-out accuracy, where this step was evaluated."""
+    """Held-out accuracy; None if this step was not evaluated."""
     groups: int = 0
-    """Prompt groups of the batch."""
+    """Prompt groups in the batch."""
     groups_without_signal: int | None = None
-    """Groups whose rewards are all equal, so that nothing is learned from them; None where that does not matter."""
+    """Groups whose rewards are all equal, so they teach nothing; None if the algorithm does not compare rewards."""
     samples: int = 0
-    """Samples of the batch, the failed ones included."""
+    """Samples of the batch, including failed ones."""
     failed_samples: int = 0
-    """Samples that could not be generated or scored."""
+    """Samples whose generation or scoring failed."""
     dropped_groups: int = 0
-    """Groups that had too few usable samples and were replaced."""
+    """Groups that had too few usable samples, so that others replaced them."""
     failure: str = ""
-    """What most of the failed ones failed of."""
+    """The most common failure; empty if there is none."""
 
     @property
     def signal(self) -> str:
-        """`12/16 groups`: those whose rewards differ. Empty where that does not matter."""
+        """`12/16 groups` have rewards that differ. Empty if the algorithm does not compare rewards."""
         if self.groups_without_signal is None:
             return ""
         return f"{self.groups - self.groups_without_signal}/{self.groups} groups"
 
     @property
     def failures(self) -> str:
-        """What failed, and of what; empty where nothing did."""
+        """`77 of 256 samples failed, 1 group replaced (why)`; empty if nothing failed."""
         parts = []
         if self.failed_samples:
             parts.append(f"{self.failed_samples} of {self.samples} samples failed")
@@ -76,25 +78,33 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class DisplayState:
-    """Everything that is shown; replaced as a whole, so that the drawing thread never sees half of a change."""
+    """Everything that the display shows. It is replaced as a whole, so the drawing thread never sees half a change."""
 
     started: float
-    """Monotonic time."""
+    """Monotonic time of the start."""
     run_dir: str = ""
+    """Run directory for the title; empty if there is none."""
     total_steps: int | None = None
+    """Steps that the job is to train; None while unknown."""
     phase: str = "startup"
+    """What the loop does now."""
     phase_since: float = 0.0
+    """Monotonic time at which the phase began."""
     rewards: tuple[float, ...] = ()
+    """Mean rewards of the latest 200 steps."""
     step_seconds: tuple[float, ...] = ()
+    """Durations of the latest 10 steps."""
     time_split: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase since the start."""
+    """Seconds by phase over all finished steps."""
     accuracy: float | None = None
+    """Latest held-out accuracy; None before the first evaluation."""
     last: StepReport | None = None
+    """Latest finished step; None before the first."""
     engines: tuple[int, int] | None = None
-    """How many engines serve, of how many; None while all do."""
+    """(engines that serve, all engines); None while all serve."""
 
     def after(self, report: StepReport) -> DisplayState:
-        """The state once `report` is in."""
+        """Returns the state after a further step."""
         split = dict(self.time_split)
         for name, seconds in report.time_split.items():
             split[name] = split.get(name, 0.0) + seconds
@@ -109,10 +119,11 @@ class DisplayState:
 
     @property
     def steps_done(self) -> int:
+        """Steps trained so far."""
         return 0 if self.last is None else self.last.step
 
     def remaining_s(self) -> float | None:
-        """Estimated seconds to the end; None before the first step and where the number of steps is unknown."""
+        """Returns the estimated seconds to the end; None before the first step or if the number of steps is unknown."""
         if self.total_steps is None or not self.step_seconds:
             return None
         return max(0, self.total_steps - self.steps_done) * sum(self.step_seconds) / len(self.step_seconds)
@@ -124,7 +135,7 @@ def progress_text(state: DisplayState) -> str:
 
 
 def step_line(state: DisplayState, report: StepReport) -> str:
-    """One finished step in one line."""
+    """Describes one finished step in one line."""
     parts = [
         f"{progress_text(state):<12}",
         f"reward {report.reward_mean:.3f}",
@@ -145,7 +156,7 @@ def step_line(state: DisplayState, report: StepReport) -> str:
 
 
 def idle_line(state: DisplayState, waits: tuple[Wait, ...], now: float) -> str:
-    """What is going on, for when nothing was said for a while."""
+    """Says what the job is doing, after a long silence: phase, its duration, and the oldest wait."""
     phase = "between phases" if state.phase == OTHER else state.phase
     where = phase if state.last is None else f"{progress_text(state)}, {phase}"
     text = f"{where} for {duration(now - state.phase_since)}"
@@ -158,7 +169,7 @@ def engines_text(serving: int, total: int) -> str:
 
 
 def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> RenderableType:
-    """The live table."""
+    """Draws the live table."""
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(style="dim", width=12)
     table.add_column(ratio=1)

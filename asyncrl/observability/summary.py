@@ -1,7 +1,8 @@
-"""How a run ended: summary.json, a few lines on the terminal, and the reward curve.
+"""The summary of a run at its end: summary.json, a few lines on the terminal, and the reward curve.
 
-Invariant: summary.json always holds `accuracy_before`, `accuracy_after`, `seconds`, `steps` and `time_split`; it
-appears whole or not at all.
+Invariants
+- summary.json always holds `accuracy_before`, `accuracy_after`, `seconds`, `steps` and `time_split`.
+- It appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ CURVE_FILE = "reward_curve.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a finished (or stopped) run achieved."""
+    """The results of a run that has finished or was stopped."""
 
     accuracy_before: float | None
-    """Held-out accuracy before training; None where it was not evaluated."""
+    """Held-out accuracy before training; None if it was not evaluated."""
     accuracy_after: float | None
+    """Held-out accuracy of the final policy; None if it was not evaluated."""
     seconds: float
-    """Wall time of the job, start-up included."""
+    """Wall time of the job, including start-up."""
     steps: int
     """Steps trained."""
     time_split: Mapping[str, float]
-    """Seconds by phase; they sum to `seconds` or a little less."""
+    """Seconds by phase; they add up to `seconds` or a little less."""
     export: str | None = None
-    """Hugging Face directory of the final policy."""
+    """Hugging Face directory of the final policy; None if it was not exported."""
     rewards: tuple[float, ...] = ()
     """Mean reward of each step."""
     accuracies: tuple[tuple[int, float], ...] = ()
@@ -48,10 +50,10 @@ class RunSummary:
     outcome: str = "finished"
     """`finished`, or why the run ended early."""
     facts: Mapping[str, str | int | float | None] = field(default_factory=dict)
-    """What else is worth a line, by its name: `model`, `tokens trained`, `largest log-prob difference`."""
+    """Further results by name, each for one line: `model`, `tokens trained`, `largest log-prob difference`."""
 
     def record(self) -> dict[str, Any]:
-        """Plain JSON: the fields by name, what is not finite as null."""
+        """Returns the fields by name as plain JSON types; numbers that are not finite become None."""
         record = dataclasses.asdict(self)
         record["rewards"] = [value if math.isfinite(value) else None for value in self.rewards]
         record["facts"] = {
@@ -62,19 +64,21 @@ class RunSummary:
 
 
 def write_summary(summary: RunSummary, run_dir: Path) -> Path:
-    """Writes summary.json. Raises RunDirectoryError when the directory cannot be written."""
+    """Writes summary.json and returns its path. Raises RunDirectoryError when the directory cannot be written."""
     path = run_dir / SUMMARY_FILE
     try:
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(json.dumps(summary.record(), indent=2, allow_nan=False) + "\n")
         os.replace(unfinished, path)
     except OSError as error:
-        raise RunDirectoryError(f"{run_dir}: the summary cannot be written ({error.strerror})") from error
+        raise RunDirectoryError(
+            f"{run_dir}: the summary cannot be written ({error.strerror}); make the directory writable"
+        ) from error
     return path
 
 
 def write_curve(summary: RunSummary, run_dir: Path) -> Path | None:
-    """Draws reward_curve.png where steps were trained; takes a second or, on a busy machine, several.
+    """Draws reward_curve.png and returns its path; None if no step was trained. Takes a second or more.
 
     Raises RunDirectoryError when the directory cannot be written.
     """
@@ -84,7 +88,9 @@ def write_curve(summary: RunSummary, run_dir: Path) -> Path | None:
     try:
         write_curve_png(path, summary.rewards, summary.accuracies, _curve_title(summary))
     except OSError as error:
-        raise RunDirectoryError(f"{path}: the reward curve cannot be drawn ({error.strerror})") from error
+        raise RunDirectoryError(
+            f"{path}: the reward curve cannot be written ({error.strerror}); make the directory writable"
+        ) from error
     return path
 
 
@@ -101,7 +107,7 @@ def _change(summary: RunSummary) -> str:
 
 
 def print_summary(summary: RunSummary, stream: TextIO, files: tuple[Path, ...] = ()) -> None:
-    """Prints the summary: a table and the reward curve in characters; `files` are named at its end."""
+    """Prints the summary: a table that ends with the paths of `files`, and the reward curve in characters."""
     console = Console(file=stream, highlight=False, soft_wrap=True)
     width = min(console.width, 100)
     rows = [

@@ -1,8 +1,8 @@
-"""The one writer of a terminal or pipe: a thread, so that a paused or slow one never stalls the event loop.
+"""The only writer to a terminal or pipe: a thread, so that a paused or slow terminal never stalls the event loop.
 
 Invariants
-- `write` never waits; what does not fit the queue is dropped and counted, and the count is shown in its place.
-- Texts appear whole and in the order in which they were written, from whatever thread.
+- `write` never waits. It drops texts that do not fit the queue, counts them, and shows the count in their place.
+- Texts appear whole, and in the order in which threads wrote them.
 - A closed pipe (`| head`) ends the output, not the job.
 """
 
@@ -20,7 +20,8 @@ _QUEUE_LINES = 10_000
 class TerminalWriter:
     """Writes texts to a stream from a daemon thread.
 
-    `stream` is a function, so that a stream replaced later (a live display redirects `sys.stderr`) is respected.
+    `stream` is a function that returns the stream, because the stream may change: a live display redirects
+    `sys.stderr`.
     """
 
     def __init__(self, stream: Callable[[], TextIO]) -> None:
@@ -32,14 +33,14 @@ class TerminalWriter:
         self._thread.start()
 
     def write(self, text: str) -> None:
-        """Queues `text`, newline included."""
+        """Queues `text`, which includes its newline."""
         try:
             self._queue.put_nowait(text)
         except queue.Full:
             self._dropped += 1
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Waits until what was written before is out; False when that took longer. Not for the event loop."""
+        """Waits until earlier texts are written; returns False after `timeout_s`. Blocks: not for the event loop."""
         deadline = time.monotonic() + timeout_s
         reached = threading.Event()
         try:
@@ -73,5 +74,5 @@ class TerminalWriter:
             stream.flush()
         except UnicodeEncodeError:  # a terminal without UTF-8
             self._emit(text.encode("ascii", "backslashreplace").decode())
-        except (OSError, ValueError):  # gone, or closed
+        except (OSError, ValueError):  # the reader is gone, or the stream is closed
             self._broken = True

@@ -1,4 +1,4 @@
-"""Numbers as text: small plots, durations, time splits; pure functions."""
+"""Numbers as text: small plots, durations, time splits. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PHASE_COLORS: Mapping[str, str] = {
     "eval": "green",
     "other": "bright_black",
 }
-"""Color of each phase, by rich's names, the same wherever time is shown; unknown phases are white."""
+"""Color of each phase, as a rich color name, the same in all output. Unknown phases are white."""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The latest `width` values as blocks between their least and greatest; `?` where not finite."""
+    """Draws the latest `width` values as blocks between their minimum and maximum; `?` for one that is not finite."""
     recent = values[-width:]
     finite = [v for v in recent if math.isfinite(v)]
     if not finite:
@@ -34,7 +34,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def shares(parts: Mapping[str, float], width: int) -> list[tuple[str, int]]:
-    """Cells of a bar of `width` that each part of a whole gets, by largest remainder, so that they sum to `width`."""
+    """Divides a bar of `width` cells among `parts`, by largest remainder, so that the cells add up to `width`.
+
+    Returns (name, cells) for each part with at least one cell; nothing if the parts add up to 0.
+    """
     total = sum(parts.values())
     if total <= 0 or width <= 0:
         return []
@@ -47,7 +50,7 @@ def shares(parts: Mapping[str, float], width: int) -> list[tuple[str, int]]:
 
 
 def duration(seconds: float) -> str:
-    """`8.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    """Formats a duration: `8.3 s`, `4 min 05 s`, `2 h 07 min`; `unknown` if it is not finite."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60:
@@ -59,22 +62,22 @@ def duration(seconds: float) -> str:
 
 
 def time_split_text(phases: Mapping[str, float]) -> str:
-    """`generate 62 %, train 30 %, other 8 %`: largest first, without phases under half a percent."""
+    """Formats a time split: `generate 62 %, train 30 %`. Largest phase first, without phases under half a percent."""
     return ", ".join(f"{name} {share:.0%}".replace("%", " %") for name, _, share in _shown(phases))
 
 
 def time_durations_text(phases: Mapping[str, float]) -> str:
-    """`generate 2 min 30 s (62%), train 40.0 s (17%)`: largest first, without phases under half a percent."""
+    """Formats a time split with durations: `generate 2 min 30 s (62%), train 40.0 s (17%)`, else as above."""
     return ", ".join(f"{name} {duration(seconds)} ({share:.0%})" for name, seconds, share in _shown(phases))
 
 
 def time_bar(phases: Mapping[str, float], width: int) -> Text:
-    """One bar of `width` cells, colored by phase."""
+    """Draws a time split as one bar of `width` cells, colored by phase."""
     return Text.assemble(*(("█" * cells, PHASE_COLORS.get(name, "white")) for name, cells in shares(phases, width)))
 
 
 def time_legend(phases: Mapping[str, float], *, seconds: bool = False) -> Text:
-    """The share of each phase beside its color, largest first, without phases under half a percent.
+    """Lists the share of each phase beside its color, largest first, without phases under half a percent.
 
     `seconds` adds the duration of each phase.
     """
@@ -93,6 +96,6 @@ def _shown(phases: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 def labelled(rows: Sequence[tuple[str, Text]]) -> list[Text]:
-    """Rows of a table whose right side is not cut or wrapped, so that paths can be copied from it."""
+    """Lays out (name, text) rows. The text is neither cut nor wrapped, so that the user can copy paths from it."""
     width = max((len(name) for name, _ in rows), default=0)
     return [Text.assemble((f"{name:<{width}}  ", "dim"), text) for name, text in rows]

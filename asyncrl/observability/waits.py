@@ -1,7 +1,8 @@
-"""Who waits for what, since when: the registry behind every deadline of the job.
+"""The registry of waits behind every deadline of the job: what each wait is for, from whom, since when.
 
-Invariant: a wait on anything outside this process goes through `waiting`, so it has a deadline and
-can be named while it lasts. `WAITS.snapshot()` may be called from any thread.
+Invariants
+- A wait on anything outside this process goes through `waiting`, so it has a deadline and a name while it lasts.
+- `WAITS.snapshot()` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class Wait:
     """One wait in progress."""
 
     what: str
-    """What is awaited, as a noun phrase: `first generation`, `checksum`."""
+    """The awaited thing, as a noun phrase: `first generation`, `checksum`."""
     subject: str
-    """Whom it is awaited from: `engine-0`, `trainer rank 1`."""
+    """The part of the job that is to deliver it: `engine-0`, `trainer rank 1`."""
     since: float
-    """time.monotonic() at its start."""
+    """time.monotonic() at the start of the wait."""
     deadline_s: float
-    """Seconds allowed in all."""
+    """Seconds allowed for the whole wait; infinite for a wait without a deadline."""
     stood_still_s: float = field(default=0.0, compare=False)
-    """Seconds since then that do not count, where the deadline goes by a clock that stands still at times."""
+    """Seconds of the wait that do not count, because the clock of its deadline stood still (a pause of the engines)."""
 
     def age_s(self, now: float) -> float:
-        """Seconds waited at monotonic time `now`, as far as they count."""
+        """Returns the seconds waited at monotonic time `now`, without those that do not count."""
         return max(0.0, now - self.since - self.stood_still_s)
 
     def describe(self, now: float) -> str:
@@ -45,14 +46,14 @@ class Wait:
 
 
 class WaitSource(Protocol):
-    """Keeps a table of waits of its own."""
+    """Keeps its own table of waits, for a part of the job that has very many."""
 
     def waits(self) -> Iterable[Wait]:
-        """Those in progress; may be called from any thread."""
+        """Returns its waits in progress; may be called from any thread."""
 
 
 class WaitRegistry:
-    """Waits in progress, oldest first."""
+    """The waits in progress; safe from any thread."""
 
     def __init__(self) -> None:
         self._waits: dict[int, Wait] = {}
@@ -61,20 +62,24 @@ class WaitRegistry:
         self._lock = threading.Lock()
 
     def register(self, what: str, subject: str, deadline_s: float) -> _Registered:
-        """Registers without enforcing: for waits in threads, whose deadline the called library enforces."""
+        """Registers a wait while the returned context is entered, and leaves its deadline to the caller.
+
+        For waits in threads, where the called library enforces the deadline, and for waits watched by progress.
+        """
         return _Registered(self, what, subject, deadline_s)
 
     def add(self, source: WaitSource) -> None:
-        """From now on the waits of `source` are told too."""
+        """Includes the waits of `source` in later snapshots."""
         with self._lock:
             self._sources[source] = None
 
     def remove(self, source: WaitSource) -> None:
+        """Undoes `add`; raises KeyError for a source that was not added."""
         with self._lock:
             del self._sources[source]
 
     def snapshot(self) -> tuple[Wait, ...]:
-        """All waits in progress, oldest first."""
+        """Returns all waits in progress, oldest first."""
         with self._lock:
             waits, sources = [*self._waits.values()], [*self._sources]
         waits += (wait for source in sources for wait in source.waits())
@@ -82,7 +87,7 @@ class WaitRegistry:
 
 
 class _Registered:
-    """One wait, in the registry while its body runs."""
+    """Keeps one wait in the registry while its body runs."""
 
     __slots__ = ("_deadline_s", "_key", "_registry", "_subject", "_what")
 
@@ -103,7 +108,7 @@ class _Registered:
 
 
 class _Waiting:
-    """A registered wait that ends at its deadline."""
+    """A registered wait that raises TimeoutError at its deadline."""
 
     __slots__ = ("_awaited", "_registered", "_scope", "_timeout_s")
 
@@ -131,18 +136,25 @@ class _Waiting:
 
 
 WAITS = WaitRegistry()
+"""The waits of this process."""
 
 
 def waiting(what: str, subject: str, timeout_s: float) -> AbstractContextManager[None]:
-    """Registers a wait of async code and ends it with TimeoutError after `timeout_s`; the message names both.
+    """Registers a wait of async code, and raises TimeoutError after `timeout_s`, which names `what` and `subject`.
 
-    A TimeoutError that the body raises by itself (a nested wait, a socket) passes through as it is.
+        with waiting("checksum", "engine-0", 60.0):
+            await engine.checksum()
+
+    A TimeoutError of the body itself (a nested wait, a socket) passes through unchanged.
     """
     return _Waiting(what, subject, timeout_s)
 
 
 def format_waits(waits: Sequence[Wait] | None = None, *, waiter: str = "driver", now: float | None = None) -> str:
-    """One line per wait, oldest first: `driver waits for: first generation from engine-0, 12.3 s of 600 s`."""
+    """Formats waits, by default all in progress: `driver waits for: checksum from engine-0, 12.3 s of 600 s`.
+
+    One line per wait, in the given order. `now` is a monotonic time, by default the current one.
+    """
     if waits is None:
         waits = WAITS.snapshot()
     if now is None:

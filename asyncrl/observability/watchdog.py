@@ -1,9 +1,9 @@
-"""Names what a job hangs on: long waits, a blocked event loop, and, on SIGUSR2, everything at once.
+"""Names the cause of a hang: long waits, a blocked event loop, and, on SIGUSR2, all stacks and waits at once.
 
 Invariants
-- A wait is reported once, when half of its deadline has passed; short waits are left to end by themselves.
-- A block of the event loop is reported once while it lasts, by the function that blocks, and once when it is over.
-- A process that was stopped as a whole (SIGSTOP, a suspended machine) is told apart from a blocked loop.
+- A wait is reported once, when half of its deadline has passed. Short waits are not reported.
+- A block of the event loop is reported twice: with the function that blocks it, while it lasts, and when it is over.
+- A process that stood still as a whole (SIGSTOP, a suspended machine) is not reported as a blocked loop.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from asyncrl.observability.waits import WAITS, Wait, WaitRegistry, format_waits
 _log = structlog.get_logger("asyncrl.watchdog")
 
 _HEARTBEAT_S = 0.1
+"""Interval at which the event loop notes that it turns."""
 _LOOK_S = 0.2
+"""Interval at which the monitor's thread looks at that note."""
 _STARVED_TIMES = 5.0
-"""A loop that runs nothing itself is spoken of at so many times the threshold: below, it waits for a library that
-another thread imports, as at every start, and nobody can do a thing about that."""
+"""A late loop that runs no function is reported only after this many times the threshold. Below that, it usually waits
+for a library that another thread imports, as at every start, and the user cannot change that."""
 
 
 class OverdueWaits:
-    """Decides which waits to report: each once, when it has used half of its deadline and at least `min_age_s`."""
+    """Decides which waits to report: each wait once, after half of its deadline and at least `min_age_s`."""
 
     def __init__(self, min_age_s: float = 5.0) -> None:
         self._min_age_s = min_age_s
         self._reported: set[Wait] = set()
 
     def newly_overdue(self, waits: Sequence[Wait], now: float) -> tuple[Wait, ...]:
-        """The waits to report at monotonic time `now`; forgets those that ended."""
+        """Returns the waits to report at monotonic time `now`; forgets waits that have ended."""
         self._reported.intersection_update(waits)
         overdue = tuple(
             wait
@@ -62,7 +64,7 @@ async def watch_stalls(
     interval_s: float = 1.0,
     min_age_s: float = 5.0,
 ) -> None:
-    """Logs a warning, and an event, for each wait that has used half of its deadline; runs until cancelled."""
+    """Logs a warning and emits an event for each wait that has used half of its deadline. Runs until cancelled."""
     policy = OverdueWaits(min_age_s)
     while True:
         now = time.monotonic()
@@ -75,11 +77,14 @@ async def watch_stalls(
 
 @dataclass(frozen=True, slots=True)
 class CodePlace:
-    """A function at a line."""
+    """A line of code in a function."""
 
     function: str
+    """Qualified name."""
     file: str
+    """Path."""
     line: int
+    """From 1."""
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
@@ -89,7 +94,8 @@ _LIBRARIES = tuple(
     {*(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()}
 )
 _LOOP_FILES = ("/selectors.py", "/asyncio/runners.py", "/asyncio/base_events.py")
-"""Where the stack of whatever a loop runs ends, and where an idle loop sits (uvloop itself has no Python frames)."""
+"""Files of the event loop: the stack of a running callback ends there, and an idle loop waits there. (uvloop has no
+Python frames.)"""
 
 
 def _is_library(place: CodePlace) -> bool:
@@ -97,10 +103,10 @@ def _is_library(place: CodePlace) -> bool:
 
 
 def blocking_place(frame: FrameType | None) -> CodePlace | None:
-    """Which function holds a thread up, given its innermost frame; None where it sits idle in its event loop.
+    """Returns the function that blocks a thread, given the thread's innermost frame; None if its event loop is idle.
 
-    That is the innermost function outside the standard library and installed packages, since `json.loads` says
-    less than its caller; where all is library code, the innermost one.
+    It is the innermost function outside the standard library and installed packages, because `json.loads` says less
+    than its caller. If the stack is all library code, it is the innermost function.
     """
     stack: list[CodePlace] = []
     while frame is not None and not frame.f_code.co_filename.endswith(_LOOP_FILES):
@@ -111,16 +117,16 @@ def blocking_place(frame: FrameType | None) -> CodePlace | None:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
-    """How well the event loop kept its pace."""
+    """Delays of the event loop so far."""
 
     max_lag_s: float
-    """Longest delay of a turn that was due."""
+    """Longest delay of one turn."""
     blocks: int
-    """Times that it did not turn for longer than the threshold."""
+    """Number of times that one function blocked the loop for longer than the threshold."""
 
 
 class LoopMonitor:
-    """Watches the event loop that runs `run`, from a thread of its own, and names the function that blocks it."""
+    """Watches the event loop that runs `run`, from its own thread, and names the function that blocks the loop."""
 
     def __init__(self, *, threshold_s: float = 1.0, events: EventLog | None = None) -> None:
         self._threshold_s = threshold_s
@@ -131,10 +137,11 @@ class LoopMonitor:
         self._blocks = 0
 
     def statistics(self) -> LoopStatistics:
+        """Returns the delays since `run` began."""
         return LoopStatistics(self._max_lag_s, self._blocks)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Watches the loop until cancelled."""
         self._beat = time.monotonic()
         thread = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="asyncrl-loop-monitor", daemon=True
@@ -159,7 +166,7 @@ class LoopMonitor:
             if reported_beat and beat != reported_beat:
                 _log.warning(f"the event loop turns again after {beat - reported_beat:.1f} s")
                 reported_beat = 0.0
-            # This thread was held up too, and hardly any CPU time went by: the whole process stood still, not the loop.
+            # This thread was late too, and the process used hardly any CPU time: the whole process stood still.
             if gap_s - _LOOK_S >= self._threshold_s and used_s < gap_s / 10:
                 _log.warning(f"the process did not run for {gap_s:.1f} s: stopped, suspended, or starved of CPU")
                 continue
@@ -184,10 +191,10 @@ class LoopMonitor:
 
 @contextmanager
 def dump_on_signal(stream: TextIO, signum: int = signal.SIGUSR2) -> Iterator[None]:
-    """On `signum`, writes every thread's stack and the waits in progress to `stream` (which needs a file descriptor).
+    """While entered, `signum` writes every thread's stack and the waits in progress to `stream`.
 
-    Stacks come from C and so appear even when the main thread hangs; the waits follow as soon as it runs again.
-    Only the main thread may enter this.
+    C code writes the stacks, so they appear even if the main thread hangs; the waits follow once it runs again.
+    `stream` needs a file descriptor. Only the main thread may enter this context.
     """
 
     def dump(_signum: int, _frame: FrameType | None) -> None:

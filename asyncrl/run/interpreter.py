@@ -17,7 +17,7 @@ import sys
 
 _SWITCH_INTERVAL_S = 0.0005
 _MOST_UNSEEN = 200_000
-"""Objects made and not freed since the last collection; some 50 MB."""
+"""Number of objects made since the last collection and not freed, at which the next one starts; about 50 MB."""
 _WORTH_A_PAUSE = _MOST_UNSEEN // 10
 
 

@@ -173,7 +173,7 @@ def test_what_a_start_would_refuse_is_told_without_touching_anything(config, tmp
         RunDirectory.check(config(policy))
     assert {entry.name for entry in run.path.iterdir()} == before
     RunDirectory.check(config(), gang=Gang("7@7", 1))  # its own first attempt made it
-    with pytest.raises(RunDirectoryError, match="holds files that are no run's"):
+    with pytest.raises(RunDirectoryError, match="holds files that are not of a run"):
         RunDirectory.check(config(dir=Path("/")))
 
 
@@ -196,7 +196,7 @@ def test_a_directory_that_is_no_run_is_never_touched(config, tmp_path, policy):
     other = tmp_path / "run"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    with pytest.raises(RunDirectoryError, match="holds files that are no run's"):
+    with pytest.raises(RunDirectoryError, match="holds files that are not of a run"):
         RunDirectory.open(config(policy))
     assert [entry.name for entry in other.iterdir()] == ["thesis.txt"]
 

@@ -1,4 +1,4 @@
-"""The last number of a response decides, and nothing is evaluated."""
+"""The last number of a response decides; the reward evaluates nothing."""
 
 from __future__ import annotations
 

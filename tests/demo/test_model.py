@@ -1,4 +1,4 @@
-"""The demo's policy: what the builder writes is a Hugging Face model that others can load."""
+"""The demo's policy: the builder writes a Hugging Face model that other programs can load."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_transformers_loads_every_weight_and_nothing_else(policy: Path) -> None:
     with torch.no_grad():
         log_probs = loaded(torch.arange(3, 40)[None]).logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    assert (entropy > 4).all()  # nothing learnt yet: close to ln 128 = 4.85
+    assert (entropy > 4).all()  # an untrained model: close to ln 128 = 4.85
 
 
 def test_one_token_per_character_and_back(policy: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo's task: the division of words, the teacher's carelessness, and what the reward asks."""
+"""The demo's task: held-out words, the careless teacher, and right answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What torchrun's agent does to its ranks, in a fiftieth of its start-up time: `agent.py RANKS COMMAND...`.
+"""Imitates torchrun's agent, in a fiftieth of its start-up time: `agent.py RANKS COMMAND...`.
 
-Each rank has a session of its own; a signal to the agent is forwarded to every rank's group, the next one arrives as
-SIGTERM; a rank that fails has the others SIGTERMed; what is left after 30 s is SIGKILLed.
+Each rank has its own session. The agent forwards its signal to the process group of every rank; a second one arrives
+as SIGTERM. When a rank fails, the agent sends SIGTERM to the others. After 30 s it sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 
 
 class Signalled(Exception):
-    pass
+    """The agent got a signal; `args` has its number."""
 
 
 def on_signal(signum: int, _: object) -> None:

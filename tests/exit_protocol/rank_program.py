@@ -1,12 +1,12 @@
 """A rank that follows the exit protocol and trains nothing: `rank_program.py DIRECTORY MODE STOP_GRACE_S`.
 
-It writes DIRECTORY/rank-N.pid, then signs in at DIRECTORY/roster and holds it open, as do the tree that rank 0's
-host owns, the host, and its guardians. Ranks >= 1 sit in C like in a collective. MODE is what rank 0 does:
+It writes DIRECTORY/rank-N.pid, then signs in at DIRECTORY/roster and holds it open. The process tree of rank 0's host,
+the host itself and its guardians do the same. Ranks >= 1 block in C, as in a collective. MODE is what rank 0 does:
 
 - `listen`: runs its loop, disposes when cancelled
 - `stuck`: blocks its loop in C
 - `undisposable`: runs its loop, hangs in disposal
-- `steps`: looks for a graceful stop between its steps, ends with 0
+- `steps`: looks for a graceful stop between its steps, exits with 0
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sign_in(directory: Path, rank: int) -> None:
 
 
 def block_in_c() -> None:
-    """Like a collective that never ends: releases the GIL, runs no signal handler, and is restarted after signals."""
+    """Blocks like a collective that never ends: without the GIL, without signal handlers, restarted after signals."""
     libc = ctypes.CDLL(None)
     semaphore = ctypes.create_string_buffer(64)
     libc.sem_init(semaphore, 0, 0)
@@ -41,7 +41,7 @@ async def drive(directory: Path, mode: str, stop_grace_s: float) -> int:
 
     logs = directory / "logs"
     logs.mkdir()
-    (logs / "host.log").symlink_to(directory / "roster")  # so that the host signs in, too
+    (logs / "host.log").symlink_to(directory / "roster")  # makes the host sign in, too
     with RankZeroExit(stop_grace_s) as rank_exit:
         async with EngineHost.start(logs) as host, anyio.create_task_group() as tasks:
             tasks.start_soon(rank_exit.stop_on_signals, tasks.cancel_scope)

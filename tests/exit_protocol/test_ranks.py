@@ -1,7 +1,7 @@
-"""Real processes, real signals: whoever is hit, nobody stays.
+"""Real processes and real signals: no process of a job is left, whichever of them gets the signal.
 
-Most run under `agent.py`, which does to its ranks what torchrun's agent does; real torchrun (5 CPU seconds a start)
-has one case here and the whole matrix under `long`.
+Most tests run under `agent.py`, which imitates torchrun's agent. Real torchrun (5 CPU seconds per start) has one case
+here, and the whole matrix under `long`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INT, TERM, HUP, KILL, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signa
 
 STOP_GRACE_S = 1.5
 BOUND_S = 15.0
-"""What is promised with the default grace of 12 s; with this one it leaves room for a busy machine."""
+"""The promise for the default grace of 12 s. With the grace of these tests, it leaves room for a busy machine."""
 
 FAKE_AGENT = (str(HERE / "agent.py"), "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -43,6 +43,8 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class Job:
+    """A running job of an agent, its ranks and a host."""
+
     agent: anyio.abc.Process
     directory: Path
     roster: Roster
@@ -55,7 +57,7 @@ class Job:
 async def job(
     directory: Path, agent: tuple[str, ...], mode: str, stop_grace_s: float = STOP_GRACE_S
 ) -> AsyncIterator[Job]:
-    """Two ranks and a host with a tree of three, all of them up."""
+    """Starts the ranks under `agent` and a host with a process tree; yields once all of them run."""
     roster = Roster(directory / "roster")
     program = (str(HERE / "rank_program.py"), str(directory), mode, str(stop_grace_s))
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
@@ -80,7 +82,7 @@ async def hit(running: Job, who: str, signals: tuple[signal.Signals, ...]) -> No
     for number, signum in enumerate(signals):
         if number:
             await anyio.sleep(REPEAT_S + 0.2)
-        with contextlib.suppress(ProcessLookupError):  # the first signal was enough
+        with contextlib.suppress(ProcessLookupError):  # the first signal has already ended it
             os.kill(running.pid(who), signum)
 
 
@@ -105,13 +107,13 @@ async def test_nothing_outlives_a_job_that_listens(tmp_path: Path, who: str) -> 
 async def test_nothing_outlives_a_job_that_does_not(tmp_path: Path, mode: str) -> None:
     for output in await at_once(tmp_path, FAKE_AGENT, mode, ("agent", (INT,)), ("agent", (HUP,)), ("rank-0", (TERM,))):
         assert "rank 0 leaves by force: stopping after SIG" in output
-        assert "rank 1 leaves by force: " in output  # at its own deadline, or 2 s after rank 0
+        assert "rank 1 leaves by force: " in output  # at its own deadline, or 2 s after rank 0 left
 
 
 async def at_once(
     directory: Path, agent: tuple[str, ...], mode: str, *cases: tuple[str, tuple[signal.Signals, ...]]
 ) -> list[str]:
-    """One job for each way to be hit, side by side; returns what they wrote to stderr."""
+    """Runs one job for each case (process, signals) at the same time; returns their output."""
     outputs = []
 
     async def one(who: str, how: tuple[signal.Signals, ...]) -> None:
@@ -184,7 +186,7 @@ def test_handlers_and_wakeup_are_put_back(use_uvloop: bool) -> None:
 
 @pytest.mark.parametrize("use_uvloop", [True, False])
 def test_a_stop_cancels_the_scope_and_is_remembered(use_uvloop: bool) -> None:
-    """In a process of its own: after a stop, the watch stays until the process ends."""
+    """Runs in its own process, because after a stop the watch stays until the process ends."""
     code = f"""
 import anyio, os, signal
 from asyncrl.exit_protocol import RankZeroExit

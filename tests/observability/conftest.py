@@ -14,6 +14,6 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture
 def no_blocking() -> Iterator[BlockBuster]:
-    """Any call that would block the event loop raises in the test that uses this."""
+    """Makes any call that would block the event loop raise."""
     with blockbuster_ctx() as guard:
         yield guard

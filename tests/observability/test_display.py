@@ -190,7 +190,7 @@ async def test_a_display_never_blocks_the_event_loop(mode: str, no_blocking: Blo
     display = make_display(mode, paused)  # type: ignore[arg-type]
     display.start(100)
     if mode == "live":
-        assert paused.reached.wait(5)  # its thread is stuck in the terminal
+        assert paused.reached.wait(5)  # the display's thread is stuck in the terminal
     no_blocking.activate()
     started = time.monotonic()
     for i in range(1, 1000):
@@ -206,7 +206,7 @@ async def test_a_display_never_blocks_the_event_loop(mode: str, no_blocking: Blo
 
 
 class PausedTerminal(io.StringIO):
-    """A terminal whose reader stopped reading."""
+    """A terminal whose user has paused the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,15 +253,15 @@ with logging_to(None) as log:
                                 time_split={"generate": 0.02}))
         time.sleep(0.02)
         give_up = time.monotonic() + 20
-        while i in (10, 20) and display._lines and time.monotonic() < give_up:  # a drawing takes them with it
+        while i in (10, 20) and display._lines and time.monotonic() < give_up:  # drawing the table prints them
             time.sleep(0.01)
-    log.flush(20)  # as the driver does: its thread may be late
+    log.flush(20)  # as the driver does: the writer's thread may be late
     display.stop()
 """
 
 
 def screen_after(output: str) -> list[str]:
-    """The lines that a terminal (wide and high enough) shows after `output`."""
+    """Returns the lines that a terminal (wide and high enough) shows after `output`."""
     lines, row, column = [""], 0, 0
     for match in re.finditer(r"\x1b\[\??([0-9;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+", output):
         text, number, command = match[0], match[1], match[2]
@@ -278,7 +278,7 @@ def screen_after(output: str) -> list[str]:
             lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
             column += len(text)
         else:
-            assert command in "mhl", f"a sequence that this small terminal does not know: {text!r}"
+            assert command in "mhl", f"this small terminal does not know the sequence {text!r}"
     return lines
 
 
@@ -292,12 +292,12 @@ def test_log_lines_do_not_tear_the_live_table(tmp_path: Path) -> None:
         try:
             while chunk := os.read(master, 65536):
                 chunks.append(chunk)
-        except OSError:  # EIO: the other side is closed
+        except OSError:  # EIO: the process has closed its side
             pass
     os.close(master)
     assert process.returncode == 0
     output = b"".join(chunks).decode()
-    assert set(re.findall(r"step (\d+)/30", output)) - {"0", "30"}, "it was drawn while lines came"
+    assert set(re.findall(r"step (\d+)/30", output)) - {"0", "30"}, "the table must be drawn while lines are printed"
     screen = screen_after(output)
     for kind in ("log", "printed", "note"):
         seen = [int(m[1]) for line in screen if (m := re.search(rf"{kind} line (\d+)\.\s*$", line))]

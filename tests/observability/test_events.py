@@ -86,7 +86,7 @@ def test_recent_events_are_plain_and_bounded() -> None:
 
 def test_two_classes_cannot_share_a_kind() -> None:
     with pytest.raises(
-        TypeError, match=r"'job_started' is declared by asyncrl.observability.events.JobStarted already"
+        TypeError, match=r"asyncrl.observability.events.JobStarted already declares event kind 'job_started'"
     ):
 
         @dataclass(frozen=True, slots=True, kw_only=True)

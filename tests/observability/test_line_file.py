@@ -24,7 +24,7 @@ def test_a_line_cut_by_a_full_disk_does_not_damage_the_next(tmp_path: Path) -> N
     file = LineFile(path)
     assert file.append(encode_line({"n": 1}))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # the second line fits in part: a real short write
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # only a part of the second line fits: a real short write
     try:
         assert not file.append(encode_line({"n": 2}))
         assert not file.append(encode_line({"n": 3}))

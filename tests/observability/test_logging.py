@@ -153,7 +153,7 @@ def test_a_log_file_that_cannot_be_opened_is_a_clear_error(tmp_path: Path) -> No
     with pytest.raises(RunDirectoryError, match=r"driver.jsonl: cannot be written"), logging_to(tmp_path):
         pass
     with (
-        pytest.raises(RunDirectoryError, match=r"logs: cannot be made \(Not a directory\)"),
+        pytest.raises(RunDirectoryError, match=r"logs: cannot be created \(Not a directory\)"),
         logging_to(Path(__file__)),
     ):
         pass
@@ -179,7 +179,7 @@ async def test_logging_does_not_block_the_event_loop(tmp_path: Path, no_blocking
 
 
 class SlowTerminal(io.StringIO):
-    """A terminal on which someone pressed Ctrl-S."""
+    """A terminal whose user pressed Ctrl-S."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def test_phases_always_add_up_to_the_wall_time(script: list[tuple[str, str, floa
             phase.__enter__()
             entered.append(phase)
         elif action == "leave" and entered:
-            entered.pop(len(name) % len(entered)).__exit__(None, None, None)  # not always the innermost
+            entered.pop(len(name) % len(entered)).__exit__(None, None, None)  # also phases that are not the innermost
         elif action == "finish":
             steps.append(timer.finish_step())
     for time in (*steps, timer.totals()):

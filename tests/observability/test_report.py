@@ -56,7 +56,7 @@ def test_a_run_of_two_attempts_is_told(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert report.unreadable == 1
     assert report.time_split == {"generate": 8.0}
-    assert report.rewards == [1.1, 1.2]  # as trained last
+    assert report.rewards == [1.1, 1.2]  # those of the last attempt
     stream = io.StringIO()
     print_report(report, stream)
     text = stream.getvalue()

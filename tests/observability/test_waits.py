@@ -94,7 +94,7 @@ def test_waits_that_somebody_else_keeps_are_told_among_the_others_oldest_first()
 def test_time_that_does_not_count_makes_no_wait_older() -> None:
     wait = Wait("response", "r", 100.0, 600.0, stood_still_s=250.0)
     assert wait.age_s(400.0) == 50.0
-    assert wait == Wait("response", "r", 100.0, 600.0), "it is the same wait, before and after a pause"
+    assert wait == Wait("response", "r", 100.0, 600.0), "a pause must not make it another wait"
 
 
 def test_many_threads_register_and_look_at_once() -> None:

@@ -28,12 +28,12 @@ THRESHOLD_S = 0.3
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  # what is awaited is a log line, which sets no event
+    while not condition():  # noqa: ASYNC110  # the condition is a log line, which sets no event
         await anyio.sleep(0.01)
 
 
 def told(logs: list[Any]) -> list[str]:
-    """The warnings in `logs`, but for those that a busy machine earned by not letting the process run."""
+    """Returns the warnings in `logs`, except those that a busy machine causes when it does not run the process."""
     return [line["event"] for line in logs if "the process did not run" not in line["event"]]
 
 
@@ -75,7 +75,7 @@ async def test_a_silent_engine_is_named_in_the_log() -> None:
 
 
 Reward = Callable[[threading.Event], None]
-"""Blocks until it is told that this is enough: by a thread, whose stack nobody looks at."""
+"""Blocks until a helper thread sets the event. The monitor does not look at that thread's stack."""
 
 
 def slow_reward(enough: threading.Event) -> None:
@@ -89,11 +89,11 @@ def reward_that_waits_for_a_lock(enough: threading.Event) -> None:
 
 def reward_that_computes_in_c(enough: threading.Event) -> None:
     while not enough.is_set():
-        sum(range(30_000_000))  # one call into C, which keeps the interpreter's lock throughout
+        sum(range(30_000_000))  # one call into C that never releases the GIL
 
 
 async def blocked_by(function: Reward, events: EventLog | None = None) -> list[str]:
-    """The warnings that a loop gets which `function` blocks, from the one on that names it."""
+    """Blocks a loop with `function`; returns the warnings, from the first one that names the function."""
     monitor = LoopMonitor(threshold_s=THRESHOLD_S, events=events)
     enough = threading.Event()
 
@@ -101,7 +101,7 @@ async def blocked_by(function: Reward, events: EventLog | None = None) -> list[s
         give_up = time.monotonic() + 10
         while not named() and time.monotonic() < give_up:
             time.sleep(0.02)
-        time.sleep(1.5 * _LOOK_S)  # for another look, which is to find nothing new
+        time.sleep(1.5 * _LOOK_S)  # lets the monitor look once more; it must report nothing new
         enough.set()
 
     with capture_logs() as logs:
@@ -149,14 +149,14 @@ async def test_a_loop_that_keeps_its_pace_is_left_alone() -> None:
             tasks.start_soon(monitor.run)
             await anyio.to_thread.run_sync(time.sleep, 2.5 * THRESHOLD_S)  # slow, but in a thread
             tasks.cancel_scope.cancel()
-    held_up = monitor.statistics().max_lag_s > THRESHOLD_S  # by the machine, and then it may be told
+    held_up = monitor.statistics().max_lag_s > THRESHOLD_S  # if the machine held it up, a warning is right
     assert told(logs) == [] or held_up
     assert monitor.statistics().blocks == 0
 
 
 async def test_a_loop_starved_by_an_import_is_no_news_and_one_that_stays_so_is() -> None:
     monitor = LoopMonitor(threshold_s=0.2)
-    monitor._beat = time.monotonic() - 0.4  # a loop that does not turn, and whose thread runs nothing of its own
+    monitor._beat = time.monotonic() - 0.4  # a loop that does not turn, in a thread that runs no function
     watch = threading.Thread(target=monitor._watch, args=(-1,))
     with capture_logs() as logs:
         watch.start()
@@ -171,7 +171,7 @@ async def test_a_loop_starved_by_an_import_is_no_news_and_one_that_stays_so_is()
 
 @contextmanager
 def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kills `process` at the end of the body, or after `seconds`, so that reading from it ends in any case."""
+    """Kills `process` at the end of the body or after `seconds`, so that reading from it always ends."""
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
@@ -209,10 +209,10 @@ def test_a_stopped_process_is_not_taken_for_a_blocked_loop() -> None:
         process.send_signal(signal.SIGCONT)
         for line in process.stdout:
             assert "the event loop is blocked" not in line
-            if (found := stood_still.search(line)) and float(found[1]) >= 1.0:  # less: by the machine, before
+            if (found := stood_still.search(line)) and float(found[1]) >= 1.0:  # shorter stops come from a busy machine
                 break
         else:
-            pytest.fail("nothing was said about the stop")
+            pytest.fail("no warning named the stop")
 
 
 DUMP = """
