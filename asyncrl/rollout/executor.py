@@ -29,6 +29,7 @@ from pathlib import Path
 import structlog
 from anyio.abc import TaskGroup
 
+from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.batch import RolloutBatch
@@ -140,6 +141,7 @@ class RolloutExecutor:
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
         stream = await in_thread(lambda: PromptStream.of(prompts, config.data))
+        algorithm = await in_thread(lambda: make_algorithm(config))
         production = Production(
             Limits(rollout.prompts_per_step, Bound.of(config).batches, rollout.oversample, rollout.straggler),
             stream=stream,

@@ -158,7 +158,7 @@ async def test_a_group_without_enough_samples_is_replaced(
         bad = group_of(request) == 1 and sample_of(request) >= usable
         return Action(fault="status", status=400) if bad else Action()
 
-    async with scripted_engine(script) as engine, start_executor(engine, train={"loss": loss}) as executor:
+    async with scripted_engine(script) as engine, start_executor(engine, train={"algorithm": loss}) as executor:
         batch = await executor.get(0)
         assert batch.group_ids == (
             ("00000000", "00000001", "00000002") if kept else ("00000000", "00000002", "00000003")
