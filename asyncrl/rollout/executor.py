@@ -130,6 +130,7 @@ class RolloutExecutor:
         wanted = config.reward
         reward = await in_thread(lambda: resolve_reward(wanted.function, wanted.args, wanted.scope))
         filters = await in_thread(lambda: Filters(rollout.filters))
+        algorithm = await in_thread(lambda: make_algorithm(config))
         scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self._name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
@@ -141,7 +142,6 @@ class RolloutExecutor:
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
         stream = await in_thread(lambda: PromptStream.of(prompts, config.data))
-        algorithm = await in_thread(lambda: make_algorithm(config))
         production = Production(
             Limits(rollout.prompts_per_step, Bound.of(config).batches, rollout.oversample, rollout.straggler),
             stream=stream,

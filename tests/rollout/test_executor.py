@@ -149,16 +149,16 @@ async def test_a_failed_sample_leaves_the_rest_of_its_group_in(start_executor: S
 
 
 @pytest.mark.parametrize(
-    ("usable", "loss", "kept"), [(1, "grpo", False), (2, "grpo", True), (1, "sft", True), (0, "sft", False)]
+    ("usable", "algorithm", "kept"), [(1, "grpo", False), (2, "grpo", True), (1, "sft", True), (0, "sft", False)]
 )
 async def test_a_group_without_enough_samples_is_replaced(
-    start_executor: StartExecutor, events: EventLog, usable: int, loss: str, kept: bool
+    start_executor: StartExecutor, events: EventLog, usable: int, algorithm: str, kept: bool
 ) -> None:
     def script(request: dict[str, Any], number: int) -> Action:
         bad = group_of(request) == 1 and sample_of(request) >= usable
         return Action(fault="status", status=400) if bad else Action()
 
-    async with scripted_engine(script) as engine, start_executor(engine, train={"algorithm": loss}) as executor:
+    async with scripted_engine(script) as engine, start_executor(engine, train={"algorithm": algorithm}) as executor:
         batch = await executor.get(0)
         assert batch.group_ids == (
             ("00000000", "00000001", "00000002") if kept else ("00000000", "00000002", "00000003")
