@@ -17,6 +17,7 @@ import anyio
 from aiohttp import web
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER
+from asyncrl.tasks import Changes, first_of
 from tests.scripted.faults import Fault
 from tests.scripted.server import Handler, ScriptedServer, answer
 
@@ -77,13 +78,13 @@ class AnsweringEngine(ScriptedServer):
         """What /v1/loads says: requests that run, that wait, and the fraction of the KV pool in use."""
         self._hanging: dict[str, anyio.Event] = {}
         """By id: what an abort sets."""
-        self._changed = anyio.Event()
+        self._changes = Changes()
 
     async def until(self, condition: Callable[[AnsweringEngine], bool]) -> None:
         """Waits until `condition` holds, looking whenever a request comes or goes."""
         with anyio.fail_after(10):
             while not condition(self):
-                await self._changed.wait()
+                await self._changes.wait()
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -105,7 +106,7 @@ class AnsweringEngine(ScriptedServer):
         for known, event in self._hanging.items():
             if rid in self._hanging and known.startswith(rid):
                 event.set()
-        self._change()
+        self._changes.notify()
         return web.Response()
 
     async def _workers(self, body: dict[str, Any], http: web.Request) -> web.Response:
@@ -120,9 +121,7 @@ class AnsweringEngine(ScriptedServer):
         """Until it is let go, or aborted."""
         aborted = self._hanging[rid] = anyio.Event()
         try:
-            async with anyio.create_task_group() as either:
-                for event in (aborted, self.released):
-                    either.start_soon(_cancel_after, event, either.cancel_scope)
+            await first_of(aborted.wait, self.released.wait)
         finally:
             del self._hanging[rid]
         return replace(action, fault="abort" if aborted.is_set() else None)
@@ -133,7 +132,7 @@ class AnsweringEngine(ScriptedServer):
         self.routing_keys.append(http.headers.get(ROUTING_KEY_HEADER, ""))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        self._change()
+        self._changes.notify()
         try:
             if action.fault == "hang":
                 action = await self._hang(body["rid"], action)
@@ -145,7 +144,7 @@ class AnsweringEngine(ScriptedServer):
             raise
         finally:
             self.in_flight -= 1
-            self._change()
+            self._changes.notify()
 
     async def _respond_with(self, action: Action, body: dict[str, Any], http: web.Request) -> web.StreamResponse:
         response = answer(**self._payload(action, body))
@@ -177,15 +176,6 @@ class AnsweringEngine(ScriptedServer):
                 "e2e_latency": 0.01,
             },
         }
-
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-
-async def _cancel_after(event: anyio.Event, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
 
 
 @asynccontextmanager

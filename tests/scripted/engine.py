@@ -10,8 +10,7 @@ Invariants, as measured on the real engine
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, get_args
 
 import anyio
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from tests.scripted.faults import Fault
 from tests.scripted.generation import Generation, Latency, OutOfVocabulary, PauseMode, Rejected
+from tests.scripted.scheduler import Scheduler
 from tests.scripted.server import Handler, ScriptedServer, answer, error
 from tests.scripted.weights import HeldWeights, Refused, default_tensors
 
@@ -42,8 +42,6 @@ class ScriptedEngine(ScriptedServer):
         device: Literal["cpu", "cuda"] = "cpu",
         slots: int = 128,
         vocab_size: int = 1 << 20,
-        context_length: int = 1 << 20,
-        model_path: str = "/models/base",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -56,8 +54,8 @@ class ScriptedEngine(ScriptedServer):
         self.device = device
         self.slots = slots
         self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.initial_model_path = model_path
+        self.context_length = 1 << 20
+        self.initial_model_path = "/models/base"
         self.seed = seed
         self.health_generates = False
         """Whether /health is a generation; the job's engines are started without that."""
@@ -80,9 +78,7 @@ class ScriptedEngine(ScriptedServer):
         self.updates: list[dict[str, Any]] = []
         """Bodies of the weight transfers that took effect, without payload."""
         self._pause_lock = anyio.Lock()
-        self._scheduler_lock = anyio.Lock()
-        self._thawed = anyio.Event()
-        self._thawed.set()
+        self._scheduler = Scheduler()
 
     def forget(self) -> None:
         self.weights.groups.clear()  # its connections close
@@ -107,11 +103,10 @@ class ScriptedEngine(ScriptedServer):
 
     def freeze(self) -> None:
         """The scheduler stands still; the HTTP server goes on answering what it can answer alone."""
-        if self._thawed.is_set():
-            self._thawed = anyio.Event()
+        self._scheduler.freeze()
 
     def thaw(self) -> None:
-        self._thawed.set()
+        self._scheduler.thaw()
 
     # endpoints
 
@@ -160,7 +155,7 @@ class ScriptedEngine(ScriptedServer):
             if self.paused or not self.generation.running:
                 probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
                 await self.generation.generate(probe, lambda: _gone(http))
-            async with self._turn():
+            async with self._scheduler.turn():
                 return web.Response()
         return web.Response(status=503)
 
@@ -172,7 +167,7 @@ class ScriptedEngine(ScriptedServer):
         )
 
     async def _server_info(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        async with self._turn():
+        async with self._scheduler.turn():
             return answer(
                 model_path=self.initial_model_path,
                 tp_size=self.tensor_parallel,
@@ -184,7 +179,7 @@ class ScriptedEngine(ScriptedServer):
             )
 
     async def _loads(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        async with self._turn():
+        async with self._scheduler.turn():
             running, waiting = self.generation.running, self.generation.waiting
             load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": 0.0}
             return answer(version="0.5.23", loads=[load])
@@ -196,19 +191,19 @@ class ScriptedEngine(ScriptedServer):
             return error(str(rejection))
         except OutOfVocabulary:
             await self._crash()
-        async with self._turn():
+        async with self._scheduler.turn():
             return answer(**payload)
 
     async def _pause(self, body: dict[str, Any], http: web.Request) -> web.Response:
         mode: PauseMode = body.get("mode", "abort")
         if mode not in get_args(PauseMode):
             return error(f"unknown pause mode {mode!r}")
-        async with self._pause_lock, self._turn():
+        async with self._pause_lock, self._scheduler.turn():
             await self.generation.pause(mode)
         return answer(message="Generation paused successfully.", status="ok")
 
     async def _continue(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        async with self._pause_lock, self._turn():
+        async with self._pause_lock, self._scheduler.turn():
             self.generation.go_on()
         return answer(message="Generation continued successfully.", status="ok")
 
@@ -217,7 +212,7 @@ class ScriptedEngine(ScriptedServer):
         return web.Response()
 
     async def _flush(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        async with self._turn():
+        async with self._scheduler.turn():
             if not self.generation.flush():
                 with anyio.move_on_after(float(http.query.get("timeout", 0.0))):
                     await self.generation.wait_idle()
@@ -230,7 +225,7 @@ class ScriptedEngine(ScriptedServer):
         if body.get("abort_all_requests", True):
             self.generation.abort("", everything=True)
         version = body["new_version"]
-        async with self._turn():
+        async with self._scheduler.turn():
             self.generation.stamp(version)
         return answer(success=True, message=f"Weight version updated to {version}", new_version=version)
 
@@ -254,7 +249,7 @@ class ScriptedEngine(ScriptedServer):
 
     async def _join(self, body: dict[str, Any], http: web.Request) -> web.Response:
         try:
-            async with self._turn():
+            async with self._scheduler.turn():
                 await self.weights.join(body)
         except Refused as refusal:
             return answer(400, success=False, message=str(refusal))
@@ -262,7 +257,7 @@ class ScriptedEngine(ScriptedServer):
 
     async def _leave(self, body: dict[str, Any], http: web.Request) -> web.Response:
         try:
-            async with self._turn():
+            async with self._scheduler.turn():
                 self.weights.leave(body["group_name"])
         except Refused as refusal:
             return answer(400, success=False, message=str(refusal))
@@ -297,9 +292,10 @@ class ScriptedEngine(ScriptedServer):
 
     async def _check(self, body: dict[str, Any], http: web.Request) -> web.Response:
         action = body.get("action", "checksum")
-        async with self._turn():
+        async with self._scheduler.turn():
             if action == "checksum":
-                return answer(success=True, message="", ranks=self._checksums(body.get("skip_tensor_list", ())))
+                ranks = self.weights.rank_checksums(body.get("skip_tensor_list", ()))
+                return answer(success=True, message="", ranks=ranks)
             if action == "reset_tensors":
                 self.weights.reset()
         if action == "compare":
@@ -309,7 +305,7 @@ class ScriptedEngine(ScriptedServer):
 
     async def _release(self, body: dict[str, Any], http: web.Request) -> web.Response:
         tags = tuple(body.get("tags") or MEMORY_TAGS)
-        async with self._turn():
+        async with self._scheduler.turn():
             busy = self.generation.running or (not self.paused and self.generation.waiting)
             if self.device == "cpu" or busy:
                 await self._crash()
@@ -319,7 +315,7 @@ class ScriptedEngine(ScriptedServer):
 
     async def _resume(self, body: dict[str, Any], http: web.Request) -> web.Response:
         tags = tuple(body.get("tags") or MEMORY_TAGS)
-        async with self._turn():
+        async with self._scheduler.turn():
             if self.device == "cpu" or not self.offloaded.issuperset(tags):
                 await self._crash()
             self.memory_calls.append(("resume", tags))
@@ -349,22 +345,14 @@ class ScriptedEngine(ScriptedServer):
 
     # how the engine does things
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """The scheduler's attention."""
-        await self._thawed.wait()
-        async with self._scheduler_lock:
-            await self._thawed.wait()
-            yield
-
     async def _weight_call(self, call: Callable[[], Awaitable[str]]) -> web.Response:
         try:
             if self.paused:
-                async with self._pause_lock, self._turn():
+                async with self._pause_lock, self._scheduler.turn():
                     message = await call()
             else:
                 await self.generation.wait_idle()
-                async with self._turn():
+                async with self._scheduler.turn():
                     message = await call()
         except Refused as refusal:
             return answer(400, success=False, message=str(refusal))
@@ -384,12 +372,6 @@ class ScriptedEngine(ScriptedServer):
                 "Retract or finish them, then call /flush_cache."
             )
         return message
-
-    def _checksums(self, skip: Any) -> list[dict[str, Any]]:
-        ranks = self.weights.rank_checksums()
-        for rank in ranks:
-            rank["checksums"] = {n: c for n, c in rank["checksums"].items() if not any(part in n for part in skip)}
-        return ranks
 
     async def _crash(self) -> None:
         self.kill(SIGQUIT)

@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 import anyio
 
+from asyncrl.tasks import Changes
+
 PauseMode = Literal["abort", "retract", "in_place"]
 _DISCONNECT_POLL_S = 1.0
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -81,7 +83,7 @@ class _Request:
     """(version, end)."""
     makers: list[str] = field(default_factory=list)
     """Version of the weights that really made each token."""
-    wake: anyio.Event = field(default_factory=anyio.Event)
+    wake: Changes = field(default_factory=Changes)
 
     @property
     def done(self) -> bool:
@@ -108,7 +110,7 @@ class Generation:
         """Those, and those that wait in front of it."""
         self.makers: dict[str, list[str]] = {}
         """By id, of requests that ended: the version of the weights that really made each token."""
-        self._changed = anyio.Event()
+        self._changes = Changes()
         self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
 
     @property
@@ -148,7 +150,7 @@ class Generation:
             self.abort("", everything=True)
         self._wake()
         while mode == "abort" and self._live:
-            await self._changed.wait()
+            await self._changes.wait()
 
     def go_on(self) -> None:
         self.paused = None
@@ -181,7 +183,7 @@ class Generation:
 
     async def wait_idle(self) -> None:
         while self._live:
-            await self._changed.wait()
+            await self._changes.wait()
 
     async def generate(self, body: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:
         """One answer of /generate. Raises Rejected, OutOfVocabulary; `gone` tells that the client has left."""
@@ -189,7 +191,7 @@ class Generation:
         self._known[request.rid] = request
         try:
             while self.paused is not None:
-                await self._changed.wait()
+                await self._changes.wait()
             self._live[request.rid] = request
             self._admit()
             while not request.done and (request.abort_sent or not gone()):
@@ -202,7 +204,7 @@ class Generation:
             self.makers[request.rid] = request.makers
             self._live.pop(request.rid, None)
             self._admit()
-            self._notify()
+            self._changes.notify()
 
     def _new(self, body: dict[str, Any]) -> _Request:
         prompt, params = tuple(body["input_ids"]), body.get("sampling_params", {})
@@ -239,8 +241,6 @@ class Generation:
 
     async def _segment(self, request: _Request) -> None:
         """Tokens until something changes, or until the last."""
-        if request.wake.is_set():
-            request.wake = anyio.Event()
         if not request.running or self.paused is not None:
             with anyio.move_on_after(_DISCONNECT_POLL_S):
                 await request.wake.wait()
@@ -294,18 +294,14 @@ class Generation:
                 return
             if not request.running:
                 request.running = True
-                request.wake.set()
+                request.wake.notify()
                 free -= 1
 
     def _wake(self) -> None:
         self._admit()
         for request in self._live.values():
-            request.wake.set()
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+            request.wake.notify()
+        self._changes.notify()
 
     def _payload(self, request: _Request) -> dict[str, Any]:
         finish: dict[str, Any] = {"type": "length", "length": len(request.tokens)}

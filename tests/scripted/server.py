@@ -19,6 +19,7 @@ import anyio.abc
 import msgspec
 from aiohttp import web
 
+from asyncrl.tasks import Changes
 from tests.scripted.faults import Fault, FaultBook
 
 Handler = Callable[[dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
@@ -59,8 +60,8 @@ class ScriptedServer:
         self._handlers: set[anyio.CancelScope] = set()
         self._ended = anyio.Event()
         self._returncode = 0
-        self._going = anyio.Event()
-        self._going.set()
+        self._suspended = False
+        self._changes = Changes()
 
     # to be given by subclasses
 
@@ -149,12 +150,16 @@ class ScriptedServer:
 
     def suspend(self) -> None:
         """SIGSTOP: connections are accepted and requests are read, but nothing is answered until `go_on`."""
-        if self._going.is_set():
-            self._going = anyio.Event()
+        self._suspended = True
 
     def go_on(self) -> None:
         """SIGCONT."""
-        self._going.set()
+        self._suspended = False
+        self._changes.notify()
+
+    async def _until_going(self) -> None:
+        while self._suspended:
+            await self._changes.wait()
 
     # requests
 
@@ -169,7 +174,7 @@ class ScriptedServer:
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         raw = await http.read()
-        await self._going.wait()
+        await self._until_going()
         endpoint = self.endpoint(http)
         handler = self.handlers().get(endpoint)
         if handler is None:
@@ -185,7 +190,7 @@ class ScriptedServer:
         except msgspec.DecodeError as problem:
             return error(f"JSON decode error: {problem}")
         response = await handler(body, http)
-        await self._going.wait()
+        await self._until_going()
         if fault is not None and fault.when == "after":
             return await self._fail(fault, http, response) or response
         return response

@@ -26,6 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from asyncrl.tasks import finish_all
+
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 T = TypeVar("T")
@@ -82,11 +84,13 @@ class HeldWeights:
         for tensor in self.tensors.values():
             tensor.copy_(torch.randn(tensor.shape))
 
-    def rank_checksums(self) -> list[dict[str, Any]]:
+    def rank_checksums(self, skip: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The checksums of each rank, without tensors whose names have a part that is in `skip`."""
         checksums = self._checksums()
         overall = hashlib.blake2b("".join(checksums.values()).encode(), digest_size=16).hexdigest()
+        shown = {name: checksum for name, checksum in checksums.items() if not any(part in name for part in skip)}
         return [
-            {"checksums": checksums, "per_gpu_checksum": overall, "parallelism_info": [{"tp_rank": rank}]}
+            {"checksums": shown, "per_gpu_checksum": overall, "parallelism_info": [{"tp_rank": rank}]}
             for rank in range(self._ranks)
         ]
 
@@ -187,20 +191,12 @@ def _receive(
 
 
 async def _on_all_ranks(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs each blocking call in a thread of its own, as an engine's ranks would; raises the first RuntimeError."""
-    results: list[T] = []
-    errors: list[RuntimeError] = []
+    """Runs each blocking call in its own thread, as an engine's ranks would; raises the first error once all ended."""
+    results: dict[int, T] = {}
     limiter = anyio.CapacityLimiter(_THREADS)
 
-    async def one(call: Callable[[], T]) -> None:
-        try:
-            results.append(await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter))
-        except RuntimeError as error:
-            errors.append(error)
+    async def one(rank: int, call: Callable[[], T]) -> None:
+        results[rank] = await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter)
 
-    async with anyio.create_task_group() as task_group:
-        for call in calls:
-            task_group.start_soon(one, call)
-    if errors:
-        raise errors[0]
-    return results
+    await finish_all(*(partial(one, rank, call) for rank, call in enumerate(calls)))
+    return [results[rank] for rank in range(len(calls))]
