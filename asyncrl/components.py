@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import anyio.to_thread
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
-    from asyncrl.training.train_group import TrainGroup
+    from asyncrl.training.train_group import Publishing, TrainGroup
 
 
 class RolloutComponents(NamedTuple):
@@ -123,37 +124,52 @@ async def create_train_group(job: Job, components: RolloutComponents) -> TrainGr
     if job.config.debug.rollout_only:
         from asyncrl.debugging.trainers import NoTrainer
 
-        model, attempt = job.config.model.path, job.run.attempt
-        return cast("TrainGroup", NoTrainer(components.inference_controller, model, attempt))
-    from asyncrl.inference.sglang.engine_api import EngineApi
-    from asyncrl.pauses import ToldFleet
+        model, version = job.config.model.path, job.run.weight_version(0)
+        return cast("TrainGroup", NoTrainer(components.inference_controller, model, version))
     from asyncrl.training.factory import make_trainer
     from asyncrl.training.train_group import TrainGroup
+
+    trainer = TrainGroup(
+        job.config,
+        task_group=job.task_group,
+        make_trainer=make_trainer,
+        events=job.events,
+        publishing=_publishing(job, components),
+        first_attempt=job.run.first_attempt,
+    )
+    job.disposal.push_async_callback(trainer.dispose)
+    return trainer
+
+
+def _publishing(job: Job, components: RolloutComponents) -> Publishing:
+    """How the trainer publishes to the engines of `components`; raises ConfigError where one transport cannot do it."""
+    from asyncrl.inference.sglang.engine_api import EngineApi
+    from asyncrl.pauses import ToldFleet
+    from asyncrl.training.train_group import Publishing
     from asyncrl.weights.copies import make_copies
+    from asyncrl.weights.publication import PublicationLimits
+    from asyncrl.weights.publisher import Publisher
     from asyncrl.weights.transports import make_transport
 
-    controller = components.inference_controller
+    controller, executor, _ = components
     transports = job.layout.transports
     if len(transports) > 1:
         raise ConfigError(
             "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
             f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
         )
-    copies = make_copies(job.config)
+    copies = make_copies(job.config, job.task_group)
     if copies is not None:
-        job.disposal.push_async_callback(anyio.to_thread.run_sync, copies.remove)
-    trainer = TrainGroup(
-        job.config,
-        task_group=job.task_group,
-        make_trainer=make_trainer,
-        events=job.events,
-        fleet=ToldFleet(controller, components.rollout_executor, tell_version=not job.layout.colocated),
-        copies=copies,
-        first_attempt=job.run.first_attempt,
+        job.disposal.push_async_callback(copies.aclose)
+    make_publisher = partial(
+        Publisher,
+        ToldFleet(controller, executor, tell_version=not job.layout.colocated),
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineApi.open),
+        events=job.events,
+        copies=copies,
+        limits=PublicationLimits.of(job.config),
     )
-    job.disposal.push_async_callback(trainer.dispose)
-    return trainer
+    return Publishing(make_publisher, version_of=job.run.weight_version)
 
 
 def _replaying(job: Job) -> TrainGroup:

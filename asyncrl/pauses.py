@@ -55,7 +55,12 @@ class ToldFleet:
         """What the end of the update in progress undoes."""
 
     def copies_in_use(self) -> frozenset[Path]:
+        """As the fleet says."""
         return self._fleet.copies_in_use()
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """Passed on to the fleet."""
+        self._fleet.copy_written(directory, complete)
 
     async def begin_weight_update(self, version: str) -> UpdateLease:
         async with AsyncExitStack() as update:  # undone here where it does not begin, or is cancelled
@@ -68,8 +73,11 @@ class ToldFleet:
         interpreter.tidy()
         return lease
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
-        await self._fleet.commit_weight_update(lease_id, acks, directory)
+    async def commit_weight_update(
+        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None, *, copy_due: float | None = None
+    ) -> None:
+        """Commits, and tells the executor the version and the end of the update."""
+        await self._fleet.commit_weight_update(lease_id, acks, directory, copy_due=copy_due)
         if self._tell_version:
             self._executor.set_weight_version(self._version)
         await self._update.aclose()

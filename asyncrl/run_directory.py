@@ -124,6 +124,10 @@ class RunDirectory:
         except OSError as error:
             raise _unusable(path, error) from error
 
+    def weight_version(self, step: int) -> str:
+        """The version of weights that `step` batches have trained in this attempt: `attempt.step`."""
+        return f"{self.attempt}.{step}"
+
     @property
     def config(self) -> Path:
         """The resolved configuration, without secrets."""

@@ -38,10 +38,11 @@ class NoTrainer:
 
     resumed = None
 
-    def __init__(self, controller: InferenceController, model: Path, attempt: int) -> None:
+    def __init__(self, controller: InferenceController, model: Path, version: str) -> None:
+        """`version` is that of the weights in `model`."""
         self._controller = controller
         self._model = model
-        self._version = f"{attempt}.0"
+        self._version = version
         self._lets_serve = True
 
     async def init(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -34,11 +35,21 @@ from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.copies import Copies
-from asyncrl.weights.publication import Fleet, PublicationReport, longest_begin_s, publish
-from asyncrl.weights.transfer import Sink, Transport
+from asyncrl.weights.publication import PublicationReport
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.transfer import Payload, Sink, WeightSource
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """How a trainer publishes its weights."""
+
+    make_publisher: Callable[[WeightSource], Publisher]
+    """Makes the publisher of the trainer that it is given."""
+    version_of: Callable[[int], str]
+    """The version of weights that so many steps have trained: `RunDirectory.weight_version`."""
 
 
 class TrainGroup:
@@ -47,8 +58,7 @@ class TrainGroup:
     Args:
         task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
         make_trainer: builds the trainer of a rank; the other ranks are given the same one (`serve_rank`).
-        fleet, transport: for `update_weights`; without them only training works.
-        events: its attempt is the first part of every weight version.
+        publishing: how `update_weights` publishes; None for a trainer without engines.
         first_attempt: the first of this job's gang; None where that is the present one.
     """
 
@@ -59,17 +69,14 @@ class TrainGroup:
         task_group: anyio.abc.TaskGroup,
         make_trainer: TrainerFactory,
         events: EventLog,
-        fleet: Fleet | None = None,
-        transport: Transport | None = None,
-        copies: Copies | None = None,
+        publishing: Publishing | None = None,
         first_attempt: int | None = None,
         environment: RankEnvironment | None = None,
     ) -> None:
         self._config = config
         self._events = events
-        self._fleet = fleet
-        self._transport = transport
-        self._copies = copies
+        self._publishing = publishing
+        self._publisher = None if publishing is None else publishing.make_publisher(self)
         self._environment = environment = environment or RankEnvironment.from_environ()
         self._bound = Bound.of(config)
         layout = environment.layout(config)
@@ -152,19 +159,10 @@ class TrainGroup:
 
         None is for trainers without engines (asyncrl.debugging). Raises WeightUpdateError where no engine gets them.
         """
-        if self._fleet is None or self._transport is None:
+        if self._publishing is None or self._publisher is None:
             raise WeightUpdateError("this trainer was built without engines: there is nobody to publish weights to")
         step = self._step if rollout_id is None else rollout_id + 1
-        return await publish(
-            self._fleet,
-            self,
-            self._transport,
-            version=f"{self._events.attempt}.{step}",
-            attempts=self._config.weights.attempts,
-            events=self._events,
-            copies=self._copies,
-            begin_timeout_s=longest_begin_s(self._config),
-        )
+        return await self._publisher.publish(self._publishing.version_of(step))
 
     async def export_hf(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory, all at once or not at all."""
@@ -223,8 +221,8 @@ class TrainGroup:
             return
         self._disposed = True
         with anyio.CancelScope(shield=True):
-            if self._transport is not None:
-                await tried("closing the weight transport", self._transport.aclose, SHUTDOWN_TIMEOUT_S)
+            if self._publisher is not None:
+                await tried("closing the weight transport", self._publisher.aclose, SHUTDOWN_TIMEOUT_S)
             if self._ranks.unbroken:
                 await tried("the checkpoint in progress", self._checkpoints.finish, SHUTDOWN_TIMEOUT_S)
             await self._ranks.end()
@@ -233,13 +231,16 @@ class TrainGroup:
     # the weight plane's view (asyncrl.weights.transfer.WeightSource)
 
     @property
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        return self._specs
+    def payload(self) -> Payload:
+        """The full weights; known after `init`."""
+        return Payload(self._specs, self.export)
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
+        """Runs `function` in the trainer thread of rank 0."""
         return await self._ranks.call(function, *args, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
+        """Exports the full weights once, on all ranks, into `sink`; raises as `Payload.export` does."""
         outcome = await self._ranks.run(commands.ExportTensors(), "exporting the weights", timeout_s, sink=sink)
         assert isinstance(outcome, ExportOutcome)
         if outcome.sink_error is not None:

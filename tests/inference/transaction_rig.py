@@ -30,7 +30,8 @@ from asyncrl.inference.updates import deadlines
 from asyncrl.observability.waits import waiting
 from asyncrl.pauses import Executor, ToldFleet
 from asyncrl.weights.copies import Copies
-from asyncrl.weights.publication import PublicationReport, publish
+from asyncrl.weights.publication import PublicationLimits, PublicationReport
+from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import BroadcastTransport
@@ -116,25 +117,32 @@ class Rig:
     executor: Executor | None = None
     """Hears of the updates, where there is one."""
     tell_version: bool = True
+    copy_timeout_s: float = 600.0
 
     async def publish(self, version: str) -> PublicationReport:
         self.source.tensors = self.versions[version] = tensors_of(version)
         fleet = controller = self.fleet.controller
         if self.executor is not None:
             fleet = ToldFleet(controller, self.executor, tell_version=self.tell_version)
-        return await publish(
-            fleet,
-            self.source,
-            self.transport,
-            version=version,
-            attempts=self.transfers,
-            events=self.fleet.events,
-            copies=self.copies,
+        limits = PublicationLimits(
+            transfers=self.transfers,
+            turn_timeout_s=BOUND_S,
             begin_timeout_s=BOUND_S,
-            cleanup_timeout_s=HEALTHY_S,
-            idle_timeout_s=BOUND_S,
             abandon_timeout_s=HEALTHY_S,
+            cleanup_timeout_s=HEALTHY_S,
+            copy_timeout_s=self.copy_timeout_s,
         )
+        publisher = Publisher(
+            fleet, self.source, self.transport, events=self.fleet.events, copies=self.copies, limits=limits
+        )
+        return await publisher.publish(version)
+
+    async def copy(self) -> Path | None:
+        """Waits until the copy of the published weights is written; returns where it is, or None."""
+        state = self.fleet.controller._started.state
+        await state.wait_copy()
+        assert state.published is not None
+        return state.published.directory
 
     def complaints(self) -> list[str]:
         """What is not as it must be between publications."""
@@ -176,7 +184,7 @@ async def rig(
     engines: int = 2,
     disk: Path | None = None,
     handover: bool = False,
-    copies: Copies | None = None,
+    copies: Path | None = None,
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
@@ -187,7 +195,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """A fleet that has booted. `disk`: directory of the disk transport. `handover`: same-host tensor handover.
 
-    `servers`: what is started under names beside those of the fleet.
+    `copies`: where copies of the weights are kept. `servers`: what is started under names beside those of the fleet.
     """
 
     def prepare(fleet: Fleet) -> None:
@@ -220,9 +228,13 @@ async def rig(
             **settings,
         ) as fleet:
             await fleet.controller.wait_ready()
-            yield Rig(fleet, source, transport, copies, transfers)
-            with anyio.CancelScope(shield=True):
-                await transport.aclose()
+            async with anyio.create_task_group() as writing:
+                kept = None if copies is None else Copies(copies, writing)
+                yield Rig(fleet, source, transport, kept, transfers)
+                with anyio.CancelScope(shield=True):
+                    await transport.aclose()
+                    if kept is not None:
+                        await kept.aclose()
         assert fleet.failures == []
     finally:
         source.close()

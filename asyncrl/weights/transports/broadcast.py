@@ -26,6 +26,7 @@ from asyncrl.weights.transfer import (
     BucketFiller,
     EngineFailure,
     EngineOpener,
+    Payload,
     TransferFault,
     TransferResult,
     WeightReceiver,
@@ -104,14 +105,18 @@ class BroadcastTransport:
         return None
 
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
         self._source = source
         async with open_clients(self._open_engine, engines) as clients:
             # A cancellation only stops the trainer at the next bucket: engines that are told nothing more would
             # let it wait in the present one.
             return await finish_despite_cancellation(
-                lambda: self._transfer(source, clients),
+                lambda: self._transfer(source, payload, clients),
                 grace_s=CANCEL_GRACE_S,
                 on_cancel=lambda: self._stop("the publication was cancelled"),
             )
@@ -136,7 +141,9 @@ class BroadcastTransport:
         if self._stopped is not None:
             raise WeightUpdateError(self._stopped)
 
-    async def _transfer(self, source: WeightSource, clients: Mapping[EngineEndpoint, WeightReceiver]) -> TransferResult:
+    async def _transfer(
+        self, source: WeightSource, payload: Payload, clients: Mapping[EngineEndpoint, WeightReceiver]
+    ) -> TransferResult:
         self._stopped = None
         failures: dict[str, EngineFailure] = {}
         try:
@@ -144,12 +151,12 @@ class BroadcastTransport:
             self._check_not_stopped()
         except WeightUpdateError as error:
             return TransferResult(0, failures, str(error), touched=False)
-        self._sink = BroadcastSink(group, BucketFiller(source.tensor_specs, self._bucket_bytes))
-        return await self._send(source, clients, self._sink, failures)
+        self._sink = BroadcastSink(group, BucketFiller(payload.specs, self._bucket_bytes))
+        return await self._send(payload, clients, self._sink, failures)
 
     async def _send(
         self,
-        source: WeightSource,
+        payload: Payload,
         clients: Mapping[EngineEndpoint, WeightReceiver],
         sink: BroadcastSink,
         failures: dict[str, EngineFailure],
@@ -184,7 +191,7 @@ class BroadcastTransport:
             for engine, client in clients.items():
                 task_group.start_soon(feed, engine, client)
             try:
-                await source.export(sink, timeout_s=self._timeout_s * (len(sink.buckets) + 1))
+                await payload.export(sink, self._timeout_s * (len(sink.buckets) + 1))
             except WeightUpdateError as error:
                 source_error = str(error)
                 task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S

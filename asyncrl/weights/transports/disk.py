@@ -21,6 +21,7 @@ from asyncrl.errors import WeightUpdateError
 from asyncrl.weights.transfer import (
     BucketFiller,
     EngineOpener,
+    Payload,
     TransferResult,
     WeightSource,
     on_each_engine,
@@ -61,15 +62,19 @@ class DiskTransport:
         return self._directory / f"transfer-{self._transfers:06d}"
 
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
         self._transfers += 1
         place = self._place
-        filler = BucketFiller(source.tensor_specs, self._bucket_bytes)
+        filler = BucketFiller(payload.specs, self._bucket_bytes)
         self._sink = sink = DiskSink(place, filler, in_use=frozenset(in_use))
         buckets = len(sink.filler.buckets)
         try:
-            await source.export(sink, timeout_s=self._timeout_s * (buckets + 1))
+            await payload.export(sink, self._timeout_s * (buckets + 1))
         except (WeightUpdateError, OSError) as error:
             return TransferResult(0, {}, f"{place}: {error}", touched=False)
         async with open_clients(self._open_engine, engines) as clients:

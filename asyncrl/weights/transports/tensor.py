@@ -35,6 +35,7 @@ from asyncrl.weights.transfer import (
     BucketFiller,
     EngineFailure,
     EngineOpener,
+    Payload,
     TransferResult,
     WeightReceiver,
     WeightSource,
@@ -66,9 +67,13 @@ class TensorTransport:
         return None
 
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
-        filler = BucketFiller(source.tensor_specs, self._bucket_bytes)
+        filler = BucketFiller(payload.specs, self._bucket_bytes)
         last = len(filler.buckets) - 1
         offers, taken = anyio.create_memory_object_stream[tuple[int, str]](1)
         self._sink = sink = TensorSink(filler, offers, self._timeout_s)
@@ -77,7 +82,7 @@ class TensorTransport:
 
         async def export() -> None:
             try:
-                await source.export(sink, timeout_s=2 * self._timeout_s * (len(filler.buckets) + 1))
+                await payload.export(sink, 2 * self._timeout_s * (len(filler.buckets) + 1))
             except Exception as error:  # sorted below, outside the task group, which would wrap it
                 raised.append(error)
             finally:
