@@ -168,9 +168,9 @@ class InferenceController:
 
         `directory` holds a copy of these weights (safetensors, Hugging Face names) until the next commit; engines that
         join later load it. With `copy_due` the copy is still being written: `copy_written` must follow by that time
-        (anyio.current_time), and who needs the copy waits for it. Returns when the engines generate again and the router knows them; those that it refuses
-        are started again. Raises WeightUpdateError when the weights did not arrive; the lease has ended then and
-        nothing is paused.
+        (anyio.current_time), and engines wait for it. Returns when the engines generate again and the router knows
+        them; those that it refuses are started again. Raises WeightUpdateError when the weights did not arrive; the
+        lease has ended then and nothing is paused.
         """
         await self._started.updates.commit(lease_id, acks, directory, copy_due=copy_due)
 
@@ -242,8 +242,8 @@ class InferenceController:
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
         """Brings every engine of `eval.fleet` to the weights in `hf_dir`, called `version`; None: to those published.
 
-        Starts the engines first where they do not run, and waits for a copy that is still being written. Raises EngineError when that fails; the evaluation is skipped
-        then, and the job goes on.
+        Starts the engines first where they do not run, and waits for a copy that is still being written. Raises
+        EngineError when that fails; the evaluation is skipped then, and the job goes on.
         """
         return await self._started.eval_fleet.pin(hf_dir, version)
 

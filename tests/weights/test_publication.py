@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from asyncrl.config import Config
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
@@ -270,6 +271,13 @@ async def test_a_cancelled_commit_is_finished(fleet: AccountingFleet, source: Th
         await run(fleet, source, ScriptedTransport(), events)
     assert scope.cancelled_caught
     assert set(fleet.serving.values()) == {"0.1"} and not fleet.aborts
+
+
+def test_a_publication_waits_as_long_for_engines_that_start_as_they_may_take() -> None:
+    config = Config.model_validate({"engine": {"start_timeout_s": 7200.0}, "weights": {"attempts": 3}})
+    limits = PublicationLimits.of(config)
+    assert limits.begin_timeout_s > 7200.0 + config.router.start_timeout_s
+    assert limits.transfers == 3
 
 
 def test_no_limit_says_that_nothing_is_to_be_tried() -> None:

@@ -1,8 +1,8 @@
-"""Disk transport: the trainer writes safetensors into the run directory, every engine loads them from there.
+"""Disk transport: the trainer writes safetensors into the run directory, and every engine loads them from there.
 
-For engines that no process group reaches. Each transfer has a directory of its own, which stays while the fleet says
-that it is in use, that of the published weights among them: an engine that joins later loads it. What nobody uses goes
-before the next transfer, what a killed job left there included, and the rest with the job.
+It serves engines that no process group reaches. Each transfer has a directory of its own. A directory that is in use
+stays, so that an engine that joins later loads the published weights from it. The next transfer removes the others,
+also those that a killed job left. The end of the job removes the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from asyncrl.weights.transfer import (
 
 
 class DiskTransport:
-    """See the module's docstring; `directory` belongs to it alone."""
+    """See the module's docstring; `directory` belongs to the transport alone."""
+
+    leaves_copy = True
 
     def __init__(
         self,
@@ -50,11 +52,8 @@ class DiskTransport:
         self._transfers = 0
 
     @property
-    def leaves_copy(self) -> bool:
-        return True
-
-    @property
     def copy(self) -> Path | None:
+        """The directory of the last transfer; None before the first."""
         return self._place if self._transfers else None
 
     @property
@@ -68,6 +67,7 @@ class DiskTransport:
         engines: Sequence[EngineEndpoint],
         in_use: Collection[Path] = (),
     ) -> TransferResult:
+        """See `Transport`; the trainer has written all before the first engine loads."""
         self._transfers += 1
         place = self._place
         filler = BucketFiller(payload.specs, self._bucket_bytes)
@@ -87,11 +87,12 @@ class DiskTransport:
         return TransferResult(sink.bytes_written, failures)
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
-        """No engine ever waits for the trainer here; only the writing is stopped."""
+        """Stops the writing. No engine waits for the trainer here."""
         if self._sink is not None:
             self._sink.stopped = True
 
     async def aclose(self) -> None:
+        """Removes every directory."""
         await self.abandon(())
         await anyio.to_thread.run_sync(partial(shutil.rmtree, self._directory, ignore_errors=True))
 
@@ -100,7 +101,7 @@ class DiskSink:
     """Writes one safetensors file per bucket, in the trainer thread."""
 
     def __init__(self, directory: Path, filler: BucketFiller, *, in_use: frozenset[Path]) -> None:
-        """What lies beside `directory` and is not `in_use` is removed first."""
+        """Removes what lies beside `directory` and is not `in_use`, before the first tensor."""
         self.filler = filler
         self.bytes_written = 0
         self.stopped = False
@@ -109,6 +110,7 @@ class DiskSink:
         self._prepared = False
 
     def put(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor, and writes the bucket that it completes; raises OSError, WeightUpdateError once stopped."""
         if self.stopped:
             raise WeightUpdateError("the transfer was given up")
         if not self._prepared:
@@ -127,4 +129,5 @@ class DiskSink:
             self.bytes_written += sum(spec.size_bytes for spec in bucket)
 
     def finish(self) -> None:
+        """Raises WeightUpdateError when the export was too short."""
         self.filler.check_complete()
