@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -26,6 +27,7 @@ from asyncrl.run.parts import RolloutComponents, TrainingPart
 if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.rollout.executor import RolloutExecutor
+    from asyncrl.training.train_group import Publishing
 
 
 async def start_run(job: Job, *, generates_ahead: bool = False) -> Run:
@@ -120,12 +122,30 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
     if job.config.debug.rollout_only:
         from asyncrl.debugging.trainers import NoTrainer
 
-        model, attempt = job.config.model.path, job.directory.attempt
-        return NoTrainer(components.inference_controller, model, attempt)
+        version = job.directory.weight_version(0)
+        return NoTrainer(components.inference_controller, job.config.model.path, version)
+    from asyncrl.training.train_group import TrainGroup
+
+    trainer = TrainGroup(
+        job.config,
+        task_group=job.task_group,
+        background=job.background,
+        events=job.events,
+        publishing=_publishing(job, components),
+        first_attempt=job.directory.first_attempt,
+    )
+    job.disposal.push_async_callback(trainer.dispose)
+    return trainer
+
+
+def _publishing(job: Job, components: RolloutComponents) -> Publishing:
+    """How the trainer publishes to the engines of `components`; raises ConfigError where one transport cannot do it."""
     from asyncrl.inference.sglang.engine_api import EngineApi
     from asyncrl.run.pauses import ToldFleet
-    from asyncrl.training.train_group import TrainGroup
+    from asyncrl.training.train_group import Publishing
     from asyncrl.weights.copies import make_copies
+    from asyncrl.weights.publication import PublicationLimits
+    from asyncrl.weights.publisher import Publisher
     from asyncrl.weights.transports import make_transport
 
     controller = components.inference_controller
@@ -135,21 +155,18 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
             "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
             f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
         )
-    copies = make_copies(job.config)
+    copies = make_copies(job.config, job.background)
     if copies is not None:
-        job.disposal.push_async_callback(anyio.to_thread.run_sync, copies.remove)
-    trainer = TrainGroup(
-        job.config,
-        task_group=job.task_group,
-        events=job.events,
-        fleet=ToldFleet(controller, job.pauses),
-        background=job.background,
-        copies=copies,
-        first_attempt=job.directory.first_attempt,
+        job.disposal.push_async_callback(copies.aclose)
+    make_publisher = partial(
+        Publisher,
+        ToldFleet(controller, job.pauses),
         transport=make_transport(job.config, next(iter(transports)), open_engine=EngineApi.open),
+        events=job.events,
+        copies=copies,
+        limits=PublicationLimits.of(job.config),
     )
-    job.disposal.push_async_callback(trainer.dispose)
-    return trainer
+    return Publishing(make_publisher, version_of=job.directory.weight_version)
 
 
 def _replaying(job: Job) -> TrainingPart:

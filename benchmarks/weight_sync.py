@@ -7,8 +7,9 @@ broadcast over gloo from a thread of this process, as in a job. In every round, 
 
 - bare: pause, open the session, make a group, broadcast bucket by bucket, close, continue; in 40 plain lines below;
 - ours: a whole publication from begin to commit;
-- kept: the same with a copy of the weights kept on disk for engines that join later; the first three of a job make the
-  files in which later ones are written, and are measured apart.
+- kept: the same with a copy of the weights kept for engines that join later. A thread writes it after the publication,
+  and is waited for outside of the measured time. The first three of a job take the host memory and make the files that
+  later ones use, and are measured apart.
 
 Ours keeps its group from one publication to the next, so it is held against the bare script without the time for its
 group. The first publication to an engine makes the group and proves the weights by checksums; it is measured apart.
@@ -52,11 +53,13 @@ from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.observability.events import EventLog
+from asyncrl.tasks import Background
 from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec, plan_buckets
 from asyncrl.weights.copies import KEPT, Copies
-from asyncrl.weights.publication import PublicationReport, publish
-from asyncrl.weights.transfer import Sink
+from asyncrl.weights.publication import PublicationLimits, PublicationReport
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.transfer import Payload, Sink
 from asyncrl.weights.transports import MIB
 from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
 
@@ -133,7 +136,7 @@ class ThreadTrainer:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
-        self.tensor_specs = specs_of(tensors)
+        self.payload = Payload(specs_of(tensors), self.export)
         self._thread = TrainerThread()
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
@@ -202,20 +205,31 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
     tensors = load_file(model / "model.safetensors")
     bucket_bytes = config.weights.bucket_mib * MIB
     trainer = ThreadTrainer(tensors)
-    copies = Copies(run / "weights" / "published")
     events = EventLog(run / "events.jsonl")
     published = 0
-    async with fleet_of_one(config, run, events) as controller:
+    limits = PublicationLimits(transfers=1)
+    async with fleet_of_one(config, run, events) as controller, anyio.create_task_group() as writing:
+        copies = Copies(run / "weights" / "published", Background(writing))
         transport = BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S)
         url = controller.fleet().engines[0].endpoint.url
 
         async def ours(copies: Copies | None = None) -> PublicationReport:
             nonlocal published
             published += 1
-            version = f"0.{published}"
-            return await publish(
-                controller, trainer, transport, version=version, attempts=1, events=events, copies=copies
-            )
+            publisher = Publisher(controller, trainer, transport, events=events, copies=copies, limits=limits)
+            report = await publisher.publish(f"0.{published}")
+            if copies is not None:
+                await written(f"0.{published}")
+            return report
+
+        async def written(version: str) -> None:
+            began = time.monotonic()
+            while (state := controller._started.state.published) is not None and state.copy_due is not None:
+                await anyio.sleep(0.005)
+            assert state is not None and state.directory is not None, f"no copy of {version}"
+            writes.append(time.monotonic() - began)
+
+        writes: list[float] = []
 
         async def first() -> PublicationReport:
             """To an engine that holds no version and is in no group."""
@@ -246,6 +260,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
                 await step()
         elsewhere = others.cores()
         await transport.aclose()
+        await copies.aclose()
     events.close()
     logged = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     pauses = {event["version"]: event["pause_s"] for event in logged if event["kind"] == "weights_published"}
@@ -257,6 +272,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
         figures[f"{key}_s"] = [report.seconds for report in reports]
         figures[f"{key}_pause_s"] = [pauses[report.version] for report in reports]
         figures[f"{key}_transfer_s"] = [report.transfer_s for report in reports]
+    figures["write_s"] = writes
     return {
         "model": name,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),

@@ -58,10 +58,7 @@ MAX_FILES, MAX_LINES, MAX_PARAMETERS, MAX_LOOP = 15, 400, 8, 45
 CIRCLES_YET = [
     ("asyncrl.config.reading.loading", "asyncrl.config.reading.report"),
 ]
-PARAMETERS_YET = {
-    "asyncrl.training.train_group.TrainGroup.__init__": 10,
-    "asyncrl.weights.publication.publish": 13,
-}
+PARAMETERS_YET = {}
 UNDOCUMENTED_YET = set((ROOT / "tests" / "undocumented.txt").read_text().split())
 
 

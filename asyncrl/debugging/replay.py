@@ -47,9 +47,14 @@ class NoEngines:
         """Raises EngineError."""
         raise _no_engines()
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
+    async def commit_weight_update(
+        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None, *, copy_due: float | None = None
+    ) -> None:
         """Raises EngineError."""
         raise _no_engines()
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """Nothing was committed, so no copy is awaited."""
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
         """There is nobody to take back."""

@@ -48,11 +48,11 @@ class NoTrainer:
 
     resumed: SavedCheckpoint | None = None
 
-    def __init__(self, engines: ServingFleet, model: Path, attempt: int) -> None:
-        """`model` is the directory that the engines loaded."""
+    def __init__(self, engines: ServingFleet, model: Path, version: str) -> None:
+        """`model` is the directory that the engines loaded, `version` the version of its weights."""
         self._engines = engines
         self._model = model
-        self._version = f"{attempt}.0"
+        self._version = version
         self._lets_serve = True
 
     async def init(self) -> int:

@@ -157,16 +157,28 @@ class InferenceController:
         return await self._started.updates.begin(version)
 
     async def commit_weight_update(
-        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None
+        self,
+        lease_id: str,
+        acks: Sequence[UpdateAck],
+        directory: Path | None = None,
+        *,
+        copy_due: float | None = None,
     ) -> None:
         """Makes the engines that acknowledged serve the lease's version; others of the lease are killed.
 
         `directory` holds a copy of these weights (safetensors, Hugging Face names) until the next commit; engines that
-        join later load it. Returns when the engines generate again and the router knows them; those that it refuses
-        are started again. Raises WeightUpdateError when the weights did not arrive; the lease has ended then and
-        nothing is paused.
+        join later load it. With `copy_due` the copy is still being written: `copy_written` must follow by that time
+        (anyio.current_time), and engines wait for it. Returns when the engines generate again and the router knows
+        them; those that it refuses are started again. Raises WeightUpdateError when the weights did not arrive; the
+        lease has ended then and nothing is paused.
         """
-        await self._started.updates.commit(lease_id, acks, directory)
+        await self._started.updates.commit(lease_id, acks, directory, copy_due=copy_due)
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """Tells that the copy which a commit promised is complete, or was given up; engines that wait for it go on."""
+        self._started.state.copy_written(directory, complete)
+        for engine in self._started.actor.engines:
+            engine.changed()
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         """Gives the engines back; `failed` (engine id → reason) are killed. For an ended lease nothing is done.
@@ -230,8 +242,8 @@ class InferenceController:
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
         """Brings every engine of `eval.fleet` to the weights in `hf_dir`, called `version`; None: to those published.
 
-        Starts the engines first where they do not run. Raises EngineError when that fails; the evaluation is skipped
-        then, and the job goes on.
+        Starts the engines first where they do not run, and waits for a copy that is still being written. Raises
+        EngineError when that fails; the evaluation is skipped then, and the job goes on.
         """
         return await self._started.eval_fleet.pin(hf_dir, version)
 

@@ -75,6 +75,8 @@ class EvalFleet:
         Raises EngineError when there is no such fleet or nothing to evaluate, and when an engine cannot be brought
         there in two attempts; then none serves.
         """
+        if hf_dir is None:
+            await self._state.wait_copy()
         published = self._state.published
         directory = hf_dir if hf_dir is not None or published is None else published.directory
         version = version or self._state.version

@@ -36,8 +36,16 @@ class ServingFleet(Protocol):
     async def begin_weight_update(self, version: str) -> UpdateLease:
         """Pauses the engines and opens them for weights `version`."""
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
-        """Makes the engines that acknowledged serve the version of the lease."""
+    async def commit_weight_update(
+        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None, *, copy_due: float | None = None
+    ) -> None:
+        """Makes the engines that acknowledged serve the version of the lease.
+
+        `directory` holds a copy of the weights, or will hold it by `copy_due` (anyio.current_time).
+        """
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """Tells that the copy of a commit is complete, or was given up."""
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool) -> None:
         """Gives the engines back to the fleet."""

@@ -143,9 +143,15 @@ class ToldFleet:
         interpreter.tidy()
         return lease
 
-    async def commit_weight_update(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None) -> None:
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """Passed on to the fleet."""
+        self._fleet.copy_written(directory, complete)
+
+    async def commit_weight_update(
+        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None, *, copy_due: float | None = None
+    ) -> None:
         """Commits and ends the pause. A commit that fails leaves the pause to the abort that follows."""
-        await self._fleet.commit_weight_update(lease_id, acks, directory)
+        await self._fleet.commit_weight_update(lease_id, acks, directory, copy_due=copy_due)
         self._pauses.serve(self._version)
         await self._update.aclose()
 

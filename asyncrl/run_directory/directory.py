@@ -102,6 +102,10 @@ class RunDirectory:
         except OSError as error:
             raise unusable(path, error) from error
 
+    def weight_version(self, step: int) -> str:
+        """The version of weights that `step` batches have trained in this attempt: `attempt.step`."""
+        return f"{self.attempt}.{step}"
+
     @property
     def config(self) -> Path:
         """File of the resolved configuration, without secrets."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -43,11 +43,21 @@ from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.copies import Copies
-from asyncrl.weights.publication import Fleet, PublicationReport, longest_begin_s, publish
-from asyncrl.weights.transfer import Sink, Transport
+from asyncrl.weights.publication import PublicationReport
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.transfer import Payload, Sink, WeightSource
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """How a trainer publishes its weights."""
+
+    make_publisher: Callable[[WeightSource], Publisher]
+    """Makes the publisher of the trainer that it is given."""
+    version_of: Callable[[int], str]
+    """The version of weights that so many steps have trained: `RunDirectory.weight_version`."""
 
 
 class TrainGroup:
@@ -57,8 +67,7 @@ class TrainGroup:
         task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
         background: where checkpoints are completed; None is one of its own in `task_group`.
         make_backend: makes a rank's part of the backend; the other ranks are given the same one (`serve_rank`).
-        fleet, transport: for `update_weights`; without them only training works.
-        events: its attempt is the first part of every weight version.
+        publishing: how `update_weights` publishes; None for a trainer without engines.
         roles: those beside the actor, whose model is `config.model.path`.
         first_attempt: the first of this job's gang; None where that is the present one.
     """
@@ -70,9 +79,7 @@ class TrainGroup:
         task_group: anyio.abc.TaskGroup,
         events: EventLog,
         background: Background | None = None,
-        fleet: Fleet | None = None,
-        transport: Transport | None = None,
-        copies: Copies | None = None,
+        publishing: Publishing | None = None,
         first_attempt: int | None = None,
         roles: Sequence[Role] = (),
         make_backend: BackendFactory = make_backend,
@@ -80,9 +87,8 @@ class TrainGroup:
         self._config = config
         self._roles = {role.name: role for role in (Role(ACTOR, str(config.model.path)), *roles)}
         self._events = events
-        self._fleet = fleet
-        self._transport = transport
-        self._copies = copies
+        self._publishing = publishing
+        self._publisher = None if publishing is None else publishing.make_publisher(self)
         self._environment = environment = RankEnvironment.from_environ()
         self._bound = Bound.of(config)
         self._algorithm = make_algorithm(config)
@@ -128,8 +134,8 @@ class TrainGroup:
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
             self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
-        size, seconds = sum(spec.size_bytes for spec in self.tensor_specs), time.monotonic() - started
-        ranks, tensors = self._environment.world_size, len(self.tensor_specs)
+        payload, seconds = self.payload, time.monotonic() - started
+        ranks, tensors, size = self._environment.world_size, len(payload.specs), payload.size_bytes
         ready = TrainerReady(ranks=ranks, tensors=tensors, bytes=size, seconds=seconds)
         self._events.emit(ready)
         return self._step
@@ -182,19 +188,10 @@ class TrainGroup:
 
         None is for trainers without engines (asyncrl.debugging). Raises WeightUpdateError where no engine gets them.
         """
-        if self._fleet is None or self._transport is None:
+        if self._publishing is None or self._publisher is None:
             raise WeightUpdateError("this trainer was built without engines: there is nobody to publish weights to")
         step = self._step if rollout_id is None else rollout_id + 1
-        return await publish(
-            self._fleet,
-            self,
-            self._transport,
-            version=f"{self._events.attempt}.{step}",
-            attempts=self._config.weights.attempts,
-            events=self._events,
-            copies=self._copies,
-            begin_timeout_s=longest_begin_s(self._config),
-        )
+        return await self._publisher.publish(self._publishing.version_of(step))
 
     async def export_hf(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face directory, all at once or not at all."""
@@ -255,8 +252,8 @@ class TrainGroup:
             return
         self._disposed = True
         with anyio.CancelScope(shield=True):
-            if self._transport is not None:
-                await tried("closing the weight transport", self._transport.aclose, SHUTDOWN_TIMEOUT_S)
+            if self._publisher is not None:
+                await tried("closing the weight transport", self._publisher.aclose, SHUTDOWN_TIMEOUT_S)
             if self._ranks.unbroken:
                 await tried("the checkpoint in progress", self._checkpoints.finish, SHUTDOWN_TIMEOUT_S)
             await self._ranks.end()
@@ -265,16 +262,16 @@ class TrainGroup:
     # the weight plane's view (asyncrl.weights.transfer.WeightSource)
 
     @property
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """The policy's tensors in the order of `export`; empty before `init`."""
-        return self._specs.get(ACTOR, ())
+    def payload(self) -> Payload:
+        """The full weights of the policy; known after `init`."""
+        return Payload(self._specs.get(ACTOR, ()), self.export)
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
         """Runs `function(*args)` in the trainer thread of rank 0. Raises TrainerError after `timeout_s`."""
         return await self._ranks.call(function, *args, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
-        """Exports the policy once, on all ranks, into `sink` on rank 0; raises what the sink raised, after the end."""
+        """Exports the policy once, on all ranks, into `sink` on rank 0; raises as `Payload.export` does."""
         outcome = await self._ranks.run(commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=sink)
         assert isinstance(outcome, ExportOutcome)
         if outcome.sink_error is not None:

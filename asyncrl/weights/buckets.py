@@ -1,4 +1,4 @@
-"""How a model's tensors are cut into transfer buckets: pure data, the same on every rank and for every engine."""
+"""Cuts a model's tensors into transfer buckets: pure data, the same on every rank and for every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as it stands in the Hugging Face checkpoint."""
+    """One tensor, as the Hugging Face checkpoint has it."""
 
     name: str
     dtype: str
@@ -19,6 +19,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
+        """Size of its numbers."""
         size = _BYTES_PER_ELEMENT[self.dtype]
         for n in self.shape:
             size *= n

@@ -1,15 +1,25 @@
 """Copies of the published weights on disk, for engines that join later.
 
+During the export the tensors go once into host memory (`host_buffer.py`). After the commit a thread writes them from
+there, beside the training, and the fleet hears how that ended. Host memory of the size of the weights is the price.
+
+    recording = copies.record(source.payload)         # before the pause; None where the disk hangs
+    ...                                               # recording.payload is exported
+    directory = copies.place("0.3", in_use)           # where the copy will be, for the commit
+    copies.keep(recording, directory, fleet, due)     # after the commit; ends with fleet.copy_written(...)
+
 Invariants
-- A copy appears under its version's name complete or not at all, and is handed on only after that.
-- A copy that cannot be written (a full disk) costs a warning and nothing else: the publication goes on without it.
-- Large weights are written before engines are paused, small ones beside the transfer: engines stand still for no disk.
+- A copy appears under its version's name complete or not at all. The fleet hears of its end once, whatever happens:
+  complete, or given up.
+- The newest version wins. From the first tensor of a publication on, a copy of older weights that is still being
+  written is given up. So a disk that is slower than the training costs copies, and no step waits for it.
+- A disk that is full or hangs costs the copy and a warning. After a deadline that passed, no copy is begun before the
+  disk has answered.
 - Of copies that nobody uses at most `KEPT` exist. One in use stays as it is, however old: an evaluation may be pinned
   to it, or an engine still reading it. A version that is published again gets a copy of its own: the one before may be
   what engines could not load.
-- The files of an older one, those of a killed job among them, are written over by the next: memory and blocks for
-  500 MiB of new files cost 1 s, new numbers in old files 0.07 s (measured, ext4).
-- A disk that does not answer in time costs the copy, never the publication; none is begun before it has answered.
+- The next copy is written over the files of an old one, those of a killed job among them: memory and blocks for 500 MiB
+  of new files cost 1 s, new numbers in old files 0.07 s (measured, ext4).
 """
 
 from __future__ import annotations
@@ -17,34 +27,42 @@ from __future__ import annotations
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol
 
+import anyio
+import anyio.from_thread
 import anyio.to_thread
 import structlog
-from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.observability.waits import waiting
-from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.copy_writer import CopyWriter
-from asyncrl.weights.transfer import Sink, WeightSource
+from asyncrl.tasks import Background
+from asyncrl.weights.copy_file import FILE, header, write_file
+from asyncrl.weights.host_buffer import HostBuffer, Recording
+from asyncrl.weights.transfer import Payload
 
 KEPT = 2
-AHEAD_BYTES = 2 << 30
-"""Weights beyond this size are exported a second time for their copy, before engines are paused. Below it the copy is
-written beside the transfer: the first three times up to 4 s of making files before it, after that next to nothing."""
-EXPORT_TIMEOUT_S = 600.0
-"""Of that export, beside what the disk may take."""
-SETTLE_S = 5.0
-"""For a writer that was broken off to end the write that it is at."""
+REMOVE_TIMEOUT_S = 5.0
+"""At the end of the job: for the block that is being written, and for the removal of the files."""
 _UNFINISHED = ".next"
 """Directory of the copy that is being written; also where the files of an old one wait for that."""
 
-T = TypeVar("T")
 _log = structlog.get_logger(__name__)
+
+
+class Readers(Protocol):
+    """The fleet as the copies see it."""
+
+    def copies_in_use(self) -> frozenset[Path]:
+        """Directories of copies that are to stay as they are: published, being loaded, or pinned for an evaluation."""
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """Tells that the copy of a commit is complete, or was given up."""
 
 
 def weights_directory(config: Config) -> Path:
@@ -55,175 +73,136 @@ def weights_directory(config: Config) -> Path:
     return config.weights.directory / f"asyncrl-{run}"
 
 
-def make_copies(config: Config) -> Copies | None:
-    """The copies that `weights.keep_published` asks for."""
+def make_copies(config: Config, background: Background) -> Copies | None:
+    """The copies that `weights.keep_published` asks for; they are written in tasks of `background`."""
     if config.weights.keep_published == "never":
         return None
-    return Copies(weights_directory(config) / "published", needs_room=config.weights.keep_published == "auto")
+    needs_room = config.weights.keep_published == "auto"
+    return Copies(weights_directory(config) / "published", background, needs_room=needs_room)
 
 
 class Copies:
-    """The copies of one job; `directory` belongs to them alone."""
+    """The copies of one job; `directory` belongs to them alone. See the module's docstring."""
 
-    def __init__(self, directory: Path, *, needs_room: bool = True, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """`needs_room`: only where the disk holds as much again. `ahead_bytes`: larger ones are written ahead."""
+    def __init__(self, directory: Path, background: Background, *, needs_room: bool = True) -> None:
+        """`needs_room`: a copy is kept only where the disk has room for it and for as much again."""
         self._directory = directory.absolute()
+        self._unfinished = self._directory / _UNFINISHED
+        self._background = background
         self._needs_room = needs_room
-        self._ahead_bytes = ahead_bytes
+        self._buffer = HostBuffer()
+        self._disk = threading.Lock()
+        """Held by the thread that is at work in the directory. The event loop never takes it."""
+        self._turns = anyio.CapacityLimiter(1)
+        """Copies that are still awaited wait here for the disk, and not in threads."""
+        self._overdue = False
+        """A deadline has passed; the disk may have answered since."""
+        self._closed = False
         self._complete: list[Path] = []
+        """Oldest first."""
         self._looked = False
-        """Whether what an earlier attempt of the job left was taken over."""
-        self._at_disk = False
-        """A thread is at work on the files, waited for or not."""
-        self._writer: CopyWriter | None = None
-        """The last that was given out."""
+        """Whether the copies of an earlier attempt of the job were taken over."""
 
-    def writer(self, specs: Sequence[TensorSpec]) -> CopyWriter | None:
-        """What takes the tensors of one publication, one at a time; None where they are not kept."""
-        last = self._writer
-        if self._at_disk or (last is not None and last.gave_up and (last.ahead or not last.idle)):
-            return None  # it hangs, or took so long that trying again at each publication would cost more than it gives
-        ahead = sum(spec.size_bytes for spec in specs) > self._ahead_bytes
-        return CopyWriter(self._directory / _UNFINISHED, specs, ahead=ahead)
+    def record(self, payload: Payload) -> Recording | None:
+        """What takes the tensors of one publication; None, with a warning, while the disk does not answer."""
+        self._overdue = self._overdue and self._disk.locked()
+        if self._overdue:
+            _warn(self._directory, "the disk has not answered yet")
+            return None
+        return Recording(self._buffer, payload)
 
-    async def at_disk(self, what: str, step: Callable[[], T], timeout_s: float) -> T | None:
-        """Takes `step` (`prepare` or `publish`) in a thread; None where the disk takes longer."""
+    def place(self, version: str, in_use: Collection[Path]) -> Path:
+        """The directory in which the copy of `version` will be: none that is in use."""
+        names = itertools.chain([version], (f"{version}-{again}" for again in itertools.count(2)))
+        return next(path for path in map(self._directory.joinpath, names) if path not in in_use)
 
-        def run() -> T:
-            self._at_disk = True
+    def keep(self, recording: Recording, directory: Path, readers: Readers, due: float) -> None:
+        """Begins to write a recording that was committed. `due`: when it is given up (anyio.current_time)."""
+        self._background.start(f"copy in {directory}", partial(self._keep, recording, directory, readers, due))
+
+    async def aclose(self) -> None:
+        """Gives up what is being written and removes every copy; ends within `REMOVE_TIMEOUT_S`. Idempotent."""
+        self._closed = True
+        self._buffer.holder = None
+        with anyio.CancelScope(shield=True):
             try:
-                return step()
-            finally:
-                self._at_disk = False
+                with waiting("removal of the copies", f"the disk of {self._directory}", REMOVE_TIMEOUT_S):
+                    await anyio.to_thread.run_sync(self._remove, abandon_on_cancel=True)
+            except TimeoutError as error:
+                _log.warning("copies of the weights stay on disk", directory=str(self._directory), reason=str(error))
 
+    async def _keep(self, recording: Recording, directory: Path, readers: Readers, due: float) -> None:
+        complete, reason = False, "newer weights were published before the disk had taken these"
+        write = partial(self._write, recording, directory, readers)
         try:
-            with waiting(what, f"the disk of {self._directory}", timeout_s):
-                return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+            with waiting("copy of the weights", f"the disk of {directory}", max(0.0, due - anyio.current_time())):
+                complete = await anyio.to_thread.run_sync(write, abandon_on_cancel=True, limiter=self._turns)
         except TimeoutError as error:
-            _warn(self._directory, str(error))
-            return None
+            self._overdue, reason = True, str(error)
+        except OSError as error:
+            reason = str(error)
+        finally:
+            if not complete:
+                recording.give_up()
+            readers.copy_written(directory, complete)
+        if not (complete or self._closed):
+            _warn(directory, reason)
 
-    def prepare(self, writer: CopyWriter, in_use: Collection[Path] = ()) -> CopyWriter | None:
-        """Makes room for a copy, in old ones where there is no other; None where there is none."""
-        last, self._writer = self._writer, writer
-        if last is not None and not last.wait_idle(SETTLE_S):
-            _warn(self._directory, "the disk has not taken the last one yet")
-            self._writer = last
-            return None
-        try:
+    # in a thread
+
+    def _write(self, recording: Recording, directory: Path, readers: Readers) -> bool:
+        """Writes the copy and gives it its name; False where it was given up meanwhile. Raises OSError."""
+        with self._disk:
+            if not recording.held:
+                return False
             self._directory.mkdir(parents=True, exist_ok=True)
             if not self._looked:
-                self._looked = True
-                found = [path for path in self._directory.iterdir() if path != writer.directory and path.is_dir()]
+                found = [path for path in self._directory.iterdir() if path != self._unfinished and path.is_dir()]
                 self._complete = sorted(found, key=lambda path: path.stat().st_mtime)
-            while (lacking := writer.lacking_bytes()) > 0 and self._needs_room:
-                free = shutil.disk_usage(self._directory).free
-                if free >= lacking + writer.size_bytes:
-                    break
-                spare = [path for path in self._complete if path not in in_use]
-                if not spare:
-                    needed = lacking + writer.size_bytes
-                    _warn(
-                        self._directory,
-                        f"{free / 1e9:.1f} GB are free, and {needed / 1e9:.1f} GB would have to be: the copy, and as "
-                        "much again for others; set weights.directory to a larger disk, or weights.keep_published",
-                    )
-                    return None
-                self._reuse(spare[0], writer)
-        except OSError as error:
-            _warn(self._directory, str(error))
-            return None
-        if not writer.ahead:
-            writer.reserve()
-        return writer
+                self._looked = True
+            if self._needs_room:
+                size_bytes = len(header(recording)) + recording.payload.size_bytes
+                self._make_room(size_bytes, anyio.from_thread.run_sync(readers.copies_in_use))
+            if not write_file(recording, self._unfinished):
+                return False
+            in_use = anyio.from_thread.run_sync(readers.copies_in_use)  # a disk may have taken minutes
+            shutil.rmtree(directory, ignore_errors=True)
+            self._unfinished.rename(directory)
+            self._complete = [*(path for path in self._complete if path != directory), directory]
+            spare = [path for path in self._complete[:-1] if path not in in_use]
+            for path in spare[: max(0, len(self._complete) - KEPT)]:
+                self._reuse(path)
+            return True
 
-    def publish(self, writer: CopyWriter, version: str, in_use: Collection[Path] = ()) -> Path | None:
-        """The directory of a copy that is complete, under its final name; None where there is none.
+    def _make_room(self, size_bytes: int, in_use: Collection[Path]) -> None:
+        """Takes the files of old copies where there is no other room; raises OSError where that does not help."""
+        file = self._unfinished / FILE
+        while (lacking := size_bytes - (file.stat().st_size if file.exists() else 0)) > 0:
+            free, needed = shutil.disk_usage(self._directory).free, lacking + size_bytes
+            if free >= needed:
+                return
+            spare = [path for path in self._complete if path not in in_use]
+            if not spare:
+                raise OSError(
+                    f"{free / 1e9:.1f} GB are free, and {needed / 1e9:.1f} GB would have to be: the copy, and as much "
+                    "again for others; set weights.directory to a larger disk, or weights.keep_published"
+                )
+            self._reuse(spare[0])
 
-        `in_use`: directories of copies that are to stay as they are.
-        """
-        if not writer.complete:
-            return None
-        names = itertools.chain([version], (f"{version}-{again}" for again in itertools.count(2)))
-        final = next(path for path in map(self._directory.joinpath, names) if path not in in_use)
-        shutil.rmtree(final, ignore_errors=True)
-        try:
-            writer.directory.rename(final)
-        except OSError as error:  # somebody removed it, or something stands in the way
-            _warn(final, str(error))
-            return None
-        self._complete = [*(path for path in self._complete if path != final), final]
-        spare = [path for path in self._complete[:-1] if path not in in_use]
-        for path in spare[: max(0, len(self._complete) - KEPT)]:
-            self._reuse(path, writer)
-        return final
-
-    def remove(self) -> None:
-        """Removes every copy, finished or not. Idempotent."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _reuse(self, path: Path, writer: CopyWriter) -> None:
-        """The files of an old copy become those of the next, or go where that has some."""
+    def _reuse(self, path: Path) -> None:
+        """The files of an old copy become those of the next; they go where the next has some."""
         self._complete.remove(path)
-        if writer.directory.exists():
+        if self._unfinished.exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):  # somebody removed it
-                path.rename(writer.directory)
+                path.rename(self._unfinished)
 
-
-class CopyingSource:
-    """A weight source of which every export is also written down."""
-
-    def __init__(self, source: WeightSource, writer: CopyWriter) -> None:
-        self._source = source
-        self._writer = writer
-
-    @property
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        return self._source.tensor_specs
-
-    async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
-        return await self._source.call(function, *args, what=what, timeout_s=timeout_s)
-
-    async def export(self, sink: Sink, timeout_s: float) -> None:
-        await _export(self._source, _Both(sink, self._writer), self._writer, timeout_s)
-
-
-class _Both:
-    """Gives the transport's sink each tensor first: engines are waiting for it."""
-
-    def __init__(self, sink: Sink, writer: CopyWriter) -> None:
-        self._sink = sink
-        self._writer = writer
-        self._started = False
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        if not self._started:
-            self._started = True
-            self._writer.start()
-        self._sink.put(name, tensor)
-        self._writer.put(name, tensor)
-
-    def finish(self) -> None:
-        self._sink.finish()
-        self._writer.finish()
-
-
-async def write_ahead(source: WeightSource, writer: CopyWriter) -> None:
-    """Exports once, into `writer` alone, while engines go on; raises TrainerError when a rank failed."""
-    await source.call(writer.start, what="turn for the copy of the weights", timeout_s=EXPORT_TIMEOUT_S)
-    await _export(source, writer, writer, EXPORT_TIMEOUT_S)
-
-
-async def _export(source: WeightSource, sink: Sink, writer: CopyWriter, timeout_s: float) -> None:
-    """One whose end nobody waits for any more leaves the trainer free for what comes after it."""
-    try:
-        await source.export(sink, timeout_s + writer.patience_s)
-    except BaseException:  # a cancellation too
-        writer.give_up()
-        raise
+    def _remove(self) -> None:
+        with self._disk:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _warn(directory: Path, reason: str) -> None:
-    _log.warning("no copy of the published weights", directory=str(directory), reason=reason)
+    told = "no copy of the published weights: an engine that is started again waits for the next publication"
+    _log.warning(told, directory=str(directory), reason=reason)

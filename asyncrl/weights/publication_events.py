@@ -25,7 +25,7 @@ class WeightsPublished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransferFailed(Event):
-    """One transfer within a publication lost engines; the publication goes on with the others or ends."""
+    """A transfer within a publication lost engines; the publication goes on with the others, or ends."""
 
     kind: ClassVar[str] = "weight_transfer_failed"
 
@@ -33,9 +33,9 @@ class WeightTransferFailed(Event):
     transfer: int
     """Counts from 1 within the publication."""
     engines: dict[str, str] = field(default_factory=dict)
-    """Reason by engine."""
+    """Engine id → reason."""
     reason: str | None = None
-    """Why the trainer's side broke, where it did."""
+    """Why the trainer's side broke; None where it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

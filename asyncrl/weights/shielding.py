@@ -1,4 +1,4 @@
-"""Finishing something that must not be left half done when a cancellation arrives, but within bounds."""
+"""Finishes what a cancellation must not leave half done, within bounds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 async def finish_despite_cancellation(
     call: Callable[[], Awaitable[T]], *, grace_s: float, on_cancel: Callable[[], None] | None = None
 ) -> T:
-    """Awaits `call()`. A cancellation from outside calls `on_cancel` at once and interrupts only after `grace_s`.
+    """Awaits `call()`. A cancellation from outside calls `on_cancel` at once, and interrupts `call` after `grace_s`.
 
-    When `call` ends after a cancellation, its result or exception is lost to the cancellation, which goes on.
+    If `call` ends between the two, its result or error is dropped, and the cancellation goes on.
     """
     values: list[T] = []
     errors: list[Exception] = []

@@ -1,7 +1,10 @@
-"""What a publication is made of: the trainer that has tensors, the engines that take them, the transport between.
+"""What a publication is made of: a payload, the engines that take it, and the transport between them.
 
-A transport has two halves. The driver half (async) tells engines what comes; the trainer half is a `Sink` that
-rank 0 feeds, tensor by tensor, in the trainer thread. They meet in the wire itself and in a `TransferResult`.
+A transport has two halves. The driver half (async) tells the engines what comes. The trainer half is a `Sink`: rank 0
+feeds it, tensor by tensor, in the trainer thread. The halves meet in the wire and in a `TransferResult`.
+
+The weight plane knows the trainer by its `Payload` and by nothing else. An adapter is another payload: it has other
+tensors and another export, and transports, copies and publisher stay as they are.
 """
 
 from __future__ import annotations
@@ -26,35 +29,50 @@ T = TypeVar("T")
 class Sink(Protocol):
     """Takes the exported tensors in the trainer thread of rank 0.
 
-    A sink that raises gets nothing more; the exporting rank still walks to the end of the export.
+    A sink that raises gets nothing more. The exporting rank still walks to the end of the export.
     """
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Takes the next tensor, which the exporter neither changes nor reuses before the export has ended."""
+        """Takes the next tensor. The exporter neither changes nor reuses it before the export has ended."""
 
     def finish(self) -> None:
         """Called once after the last tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The tensors of a publication, and how the trainer exports them."""
+
+    specs: tuple[TensorSpec, ...]
+    """Every tensor, in the order in which `export` delivers them; the same in each export."""
+    export: Callable[[Sink, float], Awaitable[None]]
+    """Exports once, on all ranks, into a sink of rank 0; gives up after so many seconds.
+
+    Raises what the sink raised, after every rank has reached the end of the export; TrainerError when a rank failed.
+    """
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(spec.size_bytes for spec in self.specs)
 
 
 class WeightSource(Protocol):
     """The trainer as the weight plane sees it; `TrainGroup` is one."""
 
     @property
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """What `export` will deliver, in its order."""
+    def payload(self) -> Payload:
+        """What the trainer publishes."""
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
-        """Runs `function` in the trainer thread of rank 0."""
-
-    async def export(self, sink: Sink, timeout_s: float) -> None:
-        """Exports once, on all ranks, into `sink`.
-
-        Raises what the sink raised, after every rank reached the end; TrainerError when a rank failed.
-        """
+        """Runs `function` in the trainer thread of rank 0; raises TimeoutError after `timeout_s`."""
 
 
 class WeightReceiver(Protocol):
-    """The part of an engine's control API that carries weights; the inference package's client has this shape."""
+    """The part of an engine's control API that carries weights; the inference package's client has this shape.
+
+    Every call raises EngineError: with a status where the engine refused, without one where it gave no answer.
+    """
 
     async def init_weights_group(
         self,
@@ -66,19 +84,24 @@ class WeightReceiver(Protocol):
         group_name: str,
         backend: str,
         timeout_s: float,
-    ) -> None: ...
+    ) -> None:
+        """Has every rank of the engine join the process group; returns when it has formed."""
 
-    async def destroy_weights_group(self, group_name: str, timeout_s: float = ...) -> None: ...
+    async def destroy_weights_group(self, group_name: str, timeout_s: float = ...) -> None:
+        """Has the engine leave the group."""
 
     async def update_from_distributed(
         self, tensors: Sequence[TensorSpec], *, group_name: str, flattened: bool, flush_cache: bool, timeout_s: float
-    ) -> None: ...
+    ) -> None:
+        """Receives one bucket over the group and loads it; `flattened`: it comes as one message of bytes."""
 
     async def update_from_tensor(
         self, serialized_named_tensors: Sequence[str], *, flattened: bool, flush_cache: bool, timeout_s: float = ...
-    ) -> None: ...
+    ) -> None:
+        """Loads one bucket from memory of this machine; one handle for each rank of the engine."""
 
-    async def update_from_disk(self, model_path: str, *, flush_cache: bool = ..., timeout_s: float = ...) -> None: ...
+    async def update_from_disk(self, model_path: str, *, flush_cache: bool = ..., timeout_s: float = ...) -> None:
+        """Loads all tensors from a directory of safetensors files."""
 
 
 EngineOpener = Callable[[str, str], AbstractAsyncContextManager[WeightReceiver]]
@@ -98,6 +121,8 @@ class TransferFault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
+    """Why an engine did not receive everything."""
+
     kind: TransferFault
     reason: str
 
@@ -121,25 +146,30 @@ class Transport(Protocol):
 
     @property
     def leaves_copy(self) -> bool:
-        """Whether a transfer leaves all tensors in a directory."""
+        """Whether a transfer leaves all tensors in a directory, which engines can load later."""
 
     @property
     def copy(self) -> Path | None:
-        """That directory of the last transfer; None before the first, and where none is left."""
+        """The directory of the last transfer; None before the first, and for a transport that leaves none."""
 
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
-        """Moves everything once. Engine and wire failures are in the result; only a failed trainer rank raises.
+        """Moves all of `payload` once, which is of `source`. Only a failed trainer rank raises (TrainerError).
 
-        `in_use`: directories of earlier transfers that are to stay as they are; the others may go.
+        A failure of an engine or of the wire is in the result. `in_use` are directories of earlier transfers that
+        engines still read, or may read again: they stay as they are.
         """
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
-        """After a cancelled or failed transfer: no engine of `engines` is left blocked in it. Idempotent."""
+        """Frees every engine that is still blocked in a transfer that was cancelled or failed. Idempotent."""
 
     async def aclose(self) -> None:
-        """Gives everything back that outlives one publication. Idempotent."""
+        """Gives back what the transport keeps between publications. Idempotent."""
 
 
 def engine_failure(error: EngineError, *, broken_before: bool = False) -> EngineFailure:
@@ -177,10 +207,10 @@ async def on_each_engine(
 
 
 class BucketFiller:
-    """Collects exported tensors into the buckets of a plan and checks each against it.
+    """Collects exported tensors into the buckets of a plan, and checks each tensor against the plan.
 
-    Engines ignore a name that they do not know and take any data for one that they do, so a mismatch must end
-    the transfer here.
+    An engine ignores a name that it does not know, and loads any data under a name that it knows. So a mismatch must
+    end the transfer here.
     """
 
     def __init__(self, specs: Iterable[TensorSpec], bucket_bytes: int) -> None:
@@ -189,7 +219,10 @@ class BucketFiller:
         self._tensors: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor) -> tuple[int, list[Tensor]] | None:
-        """Returns (bucket index, its tensors) when `tensor` completes a bucket."""
+        """Returns (bucket index, its tensors) when `tensor` completes a bucket, else None.
+
+        Raises WeightUpdateError for a tensor that the plan does not have at this place.
+        """
         if self._bucket == len(self.buckets):
             raise WeightUpdateError(f"the trainer exported {name}, which is not among its tensor specs")
         bucket = self.buckets[self._bucket]

@@ -303,6 +303,7 @@ def test_a_resumed_run_keeps_what_it_has_and_counts_attempts_on(config, tmp_path
             assert (again.path, again.attempt) == (first.path, attempt)
             assert again.metrics.read_text() == "{}\n"
             assert again.first_attempt == {1: 1, 2: 1, 3: 3}[attempt]
+            assert again.weight_version(7) == f"{attempt}.7"
             with pytest.raises(RunDirectoryError, match="in use"):
                 RunDirectory.open(config("resume"), gang=Gang("9@9", 0))
 

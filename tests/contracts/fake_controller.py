@@ -73,6 +73,7 @@ class FakeController:
             for i in range(engines)
         }
         self._directory: Path | None = None
+        self._copy_due: float | None = None
         self._pinned: Path | None = None
         self._away: frozenset[str] = frozenset()
         self._snapshot: dict[str, Checksums] = {}
@@ -99,7 +100,7 @@ class FakeController:
             if engine.state is EngineState.DEAD and not self._away:
                 engine.renew()
                 self._restarts += 1
-            if engine.state is EngineState.PENDING_WEIGHTS and self._directory is not None:
+            if engine.state is EngineState.PENDING_WEIGHTS and self._directory is not None and self._copy_due is None:
                 engine.move(EngineState.UPDATING)
                 self._serve(engine)
         self._changes.notify()
@@ -172,7 +173,12 @@ class FakeController:
         return self._book.grant(lease_id, version, endpoints, paused_at=now, now=now, duration_s=60.0, settle_s=60.0)
 
     async def commit_weight_update(
-        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None
+        self,
+        lease_id: str,
+        acks: Sequence[UpdateAck],
+        directory: Path | None = None,
+        *,
+        copy_due: float | None = None,
     ) -> None:
         lease = self._book.claim(lease_id)
         generations = {engine_id: engine.endpoint.generation for engine_id, engine in self._engines.items()}
@@ -181,13 +187,18 @@ class FakeController:
             await self.abort_weight_update(lease_id, {})
             raise EnginesLostError(f"weights {lease.version}: no engine holds them")
         self._book.end(lease_id, f"was committed as {lease.version}")
-        self.published, self._directory = lease.version, directory
+        self.published, self._directory, self._copy_due = lease.version, directory, copy_due
         self._committed += 1
         for engine_id in missing:
             if self._engines[engine_id].state is EngineState.UPDATING:
                 self.lose(engine_id)
         for engine_id in holders:
             self._serve(self._engines[engine_id])
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        if directory == self._directory and self._copy_due is not None:
+            self._directory, self._copy_due = directory if complete else None, None
+            self._revive()
 
     async def abort_weight_update(self, lease_id: str, failed: Mapping[str, str], *, untouched: bool = False) -> None:
         if self._book.has_ended(lease_id):
@@ -235,6 +246,8 @@ class FakeController:
         return sums if action == "checksum" else {}
 
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
+        while hf_dir is None and self._copy_due is not None:
+            await self._changed.wait()
         directory, version = hf_dir or self._directory, version or self.published
         if directory is None or version is None:
             raise EngineError("there is no copy of published weights to evaluate")

@@ -269,6 +269,50 @@ async def test_it_says_when_only_a_publication_helps(start: Start) -> None:
         assert {(s.state, s.version) for s in view.engines} == {(EngineState.SERVING, "0.0")}
 
 
+async def test_a_copy_that_is_still_being_written_is_waited_for(start: Start) -> None:
+    async with start(eval_fleet=True) as subject:
+        controller = subject.controller
+        lease = await controller.begin_weight_update("0.7")
+        subject.deliver("0.7")
+        due = anyio.current_time() + 60.0
+        await controller.commit_weight_update(lease.lease_id, acks(lease), subject.checkpoint, copy_due=due)
+        assert controller.copies_in_use() == {subject.checkpoint}
+        for engine_id in ("engine-0", "engine-1"):
+            await subject.lose(engine_id)
+        await eventually(lambda: subject.states()[:2] == [EngineState.PENDING_WEIGHTS] * 2)
+        assert not controller.fleet().needs_publication
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.pin_eval_fleet)
+            await anyio.wait_all_tasks_blocked()
+            assert subject.states()[:2] == [EngineState.PENDING_WEIGHTS] * 2
+            controller.copy_written(subject.checkpoint.with_name("another"), complete=False)  # of an earlier commit
+            controller.copy_written(subject.checkpoint, complete=True)
+        await eventually(lambda: subject.states()[:2] == [EngineState.SERVING] * 2)
+        controller.copy_written(subject.checkpoint, complete=False)  # its end was told
+        assert controller.copies_in_use() == {subject.checkpoint}
+
+
+async def test_a_copy_that_was_given_up_leaves_the_engines_to_a_publication(start: Start, tmp_path: Path) -> None:
+    async with start(eval_fleet=True) as subject:
+        controller = subject.controller
+        lease = await controller.begin_weight_update("0.7")
+        subject.deliver("0.7")
+        due = anyio.current_time() + 60.0
+        await controller.commit_weight_update(lease.lease_id, acks(lease), tmp_path / "published", copy_due=due)
+        for engine_id in ("engine-0", "engine-1"):
+            await subject.lose(engine_id)
+        await eventually(lambda: subject.states()[:2] == [EngineState.PENDING_WEIGHTS] * 2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.wait_publication_needed)
+            await anyio.wait_all_tasks_blocked()
+            controller.copy_written(tmp_path / "published", complete=False)
+        assert controller.fleet().needs_publication and controller.copies_in_use() == frozenset()
+        with pytest.raises(EngineError, match="no copy of published weights"):
+            await controller.pin_eval_fleet()
+        await subject.publish("0.7")
+        assert controller.fleet().serves
+
+
 async def test_weights_are_checked_against_a_snapshot(start: Start) -> None:
     async with start() as subject:
         check = subject.controller.check_weights

@@ -26,7 +26,6 @@ from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutCl
 from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation
-from asyncrl.weights.copies import Copies
 from asyncrl.weights.transports.process_group import TransferGroup
 from tests.inference.conftest import StartFleet, eventually
 from tests.inference.engines.test_recovery import publish, serves
@@ -169,7 +168,7 @@ async def test_a_recovered_engine_answers_first_with_the_published_weights(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
     """It loads the base weights when it starts again, as what looks like a version of its own."""
-    async with rig(start_fleet, restarts=3, copies=Copies(tmp_path / "copies")) as r:
+    async with rig(start_fleet, restarts=3, copies=tmp_path / "copies") as r:
         await r.publish("0.0")
         await r.publish("0.1")
         victim = r.fleet.engines[1]

@@ -29,8 +29,10 @@ from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.inference.updates import deadlines
 from asyncrl.observability.waits import waiting
 from asyncrl.run.pauses import Pauses, ToldFleet
+from asyncrl.tasks import Background
 from asyncrl.weights.copies import Copies
-from asyncrl.weights.publication import PublicationReport, publish
+from asyncrl.weights.publication import PublicationLimits, PublicationReport
+from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import BroadcastTransport
@@ -115,22 +117,30 @@ class Rig:
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     pauses: Pauses = field(default_factory=Pauses)
     """Tells executors of the updates, where there are some."""
+    copy_timeout_s: float = 600.0
 
     async def publish(self, version: str) -> PublicationReport:
         self.source.tensors = self.versions[version] = tensors_of(version)
-        return await publish(
-            ToldFleet(self.fleet.controller, self.pauses),
-            self.source,
-            self.transport,
-            version=version,
-            attempts=self.transfers,
-            events=self.fleet.events,
-            copies=self.copies,
+        fleet = ToldFleet(self.fleet.controller, self.pauses)
+        limits = PublicationLimits(
+            transfers=self.transfers,
+            turn_timeout_s=BOUND_S,
             begin_timeout_s=BOUND_S,
-            cleanup_timeout_s=HEALTHY_S,
-            idle_timeout_s=BOUND_S,
             abandon_timeout_s=HEALTHY_S,
+            cleanup_timeout_s=HEALTHY_S,
+            copy_timeout_s=self.copy_timeout_s,
         )
+        publisher = Publisher(
+            fleet, self.source, self.transport, events=self.fleet.events, copies=self.copies, limits=limits
+        )
+        return await publisher.publish(version)
+
+    async def copy(self) -> Path | None:
+        """Waits until the copy of the published weights is written; returns where it is, or None."""
+        state = self.fleet.controller._started.state
+        await state.wait_copy()
+        assert state.published is not None
+        return state.published.directory
 
     def complaints(self) -> list[str]:
         """What is not as it must be between publications."""
@@ -172,7 +182,7 @@ async def rig(
     engines: int = 2,
     disk: Path | None = None,
     handover: bool = False,
-    copies: Copies | None = None,
+    copies: Path | None = None,
     restarts: int = 0,
     latency: Latency | None = None,
     slots: int = 128,
@@ -183,7 +193,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """A fleet that has booted. `disk`: directory of the disk transport. `handover`: same-host tensor handover.
 
-    `servers`: what is started under names beside those of the fleet.
+    `copies`: where copies of the weights are kept. `servers`: what is started under names beside those of the fleet.
     """
 
     def prepare(fleet: Fleet) -> None:
@@ -216,9 +226,13 @@ async def rig(
             **settings,
         ) as fleet:
             await fleet.controller.wait_ready()
-            yield Rig(fleet, source, transport, copies, transfers)
-            with anyio.CancelScope(shield=True):
-                await transport.aclose()
+            async with anyio.create_task_group() as writing:
+                kept = None if copies is None else Copies(copies, Background(writing))
+                yield Rig(fleet, source, transport, kept, transfers)
+                with anyio.CancelScope(shield=True):
+                    await transport.aclose()
+                    if kept is not None:
+                        await kept.aclose()
         assert fleet.failures == []
     finally:
         source.close()

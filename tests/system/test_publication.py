@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.inference.sglang.engine_api import EngineApi
-from asyncrl.weights.publication import PublicationReport, publish
+from asyncrl.weights.publication import PublicationReport
+from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.disk import DiskTransport
@@ -48,7 +49,7 @@ def make_transport(kind: str, directory: Path) -> Transport:
 
 
 async def publish_to(fleet: RealFleet, source: ThreadSource, transport: Transport, version: str) -> PublicationReport:
-    return await publish(fleet.controller, source, transport, version=version, attempts=2, events=fleet.events)
+    return await Publisher(fleet.controller, source, transport, events=fleet.events).publish(version)
 
 
 async def generate(fleet: RealFleet, tokens: int = TOKENS) -> dict[str, Any]:

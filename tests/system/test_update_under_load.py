@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.inference.sglang.engine_api import EngineApi
-from asyncrl.weights.publication import publish
+from asyncrl.weights.publication import PublicationLimits
+from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from tests.system.conftest import RealFleet
 from tests.weights.fakes import ThreadSource
@@ -197,7 +198,8 @@ def hold(source: ThreadSource, meanwhile: Callable[[], Awaitable[None]]) -> None
 
 
 async def publish_to(fleet: RealFleet, source: ThreadSource, transport: BroadcastTransport, version: str) -> None:
-    await publish(fleet.controller, source, transport, version=version, attempts=1, events=fleet.events)
+    limits = PublicationLimits(transfers=1)
+    await Publisher(fleet.controller, source, transport, events=fleet.events, limits=limits).publish(version)
 
 
 async def test_log_probs_of_every_span_are_those_of_its_weights_over_two_updates(

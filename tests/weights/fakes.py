@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
 from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.transfer import Sink
+from asyncrl.weights.transfer import Payload, Sink
 
 T = TypeVar("T")
 Hook = Callable[[], Awaitable[None]]
@@ -50,8 +50,8 @@ class ThreadSource:
         self._specs = specs_of(self.tensors)
 
     @property
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        return self._specs
+    def payload(self) -> Payload:
+        return Payload(self._specs, self.export)
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
         def run() -> T:
@@ -85,6 +85,25 @@ class ThreadSource:
         self.thread.close()
 
 
+class Nowhere:
+    """A sink that keeps nothing."""
+
+    def put(self, name: str, tensor: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def payload_of(tensors: Mapping[str, Tensor]) -> Payload:
+    """One whose export needs no trainer."""
+
+    async def export(sink: Sink, timeout_s: float) -> None:
+        for name, tensor in tensors.items():
+            sink.put(name, tensor)
+        sink.finish()
+
+    return Payload(specs_of(tensors), export)
+
+
 @dataclass
 class AccountingFleet:
     """A Fleet that keeps account: what is paused, under which lease, who serves what."""
@@ -102,9 +121,15 @@ class AccountingFleet:
     in_use: frozenset[Path] = frozenset()
     directories: list[Path | None] = field(default_factory=list)
     """Of copies, by commit."""
+    copies: dict[Path, bool | None] = field(default_factory=dict)
+    """How the writing of each copy ended; None: not yet."""
 
     def copies_in_use(self) -> frozenset[Path]:
         return self.in_use
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        assert self.copies.get(directory) is None, "its end was told before"
+        self.copies[directory] = complete
 
     async def begin_weight_update(self, version: str) -> UpdateLease:
         assert self.lease is None, "the lease before was never given back"
@@ -121,11 +146,18 @@ class AccountingFleet:
         return self.lease
 
     async def commit_weight_update(
-        self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None
+        self,
+        lease_id: str,
+        acks: Sequence[UpdateAck],
+        directory: Path | None = None,
+        *,
+        copy_due: float | None = None,
     ) -> None:
         assert self.lease is not None and self.lease.lease_id == lease_id
         await self._hook("commit")
         self.directories.append(directory)
+        if directory is not None:
+            self.copies[directory] = True if copy_due is None else None
         acked = {ack.engine_id for ack in acks}
         for engine in self.lease.engines:
             if engine.engine_id in acked:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
+from asyncrl.config import Config
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-from asyncrl.weights.copies import Copies, CopyWriter
-from asyncrl.weights.publication import PublicationReport, engines_to_retry, publish
+from asyncrl.weights.copies import Copies
+from asyncrl.weights.publication import PublicationLimits, PublicationReport, engines_to_retry
+from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shielding import finish_despite_cancellation
-from asyncrl.weights.transfer import EngineFailure, TransferFault, TransferResult, WeightSource
-from tests.weights.fakes import AccountingFleet, ThreadSource
+from asyncrl.weights.transfer import EngineFailure, Payload, TransferFault, TransferResult, WeightSource
+from tests.weights.conftest import MakeCopies
+from tests.weights.fakes import AccountingFleet, Nowhere, ThreadSource
 
 ENGINES = tuple(EngineEndpoint(f"engine-{i}", 1, f"http://engine-{i}", 1) for i in range(3))
 GONE, REFUSED, COLLATERAL = (EngineFailure(kind, f"it was {kind}") for kind in TransferFault)
@@ -28,7 +29,7 @@ GONE, REFUSED, COLLATERAL = (EngineFailure(kind, f"it was {kind}") for kind in T
 
 @dataclass
 class ScriptedTransport:
-    """Answers transfers with `results`, one after another, then with success."""
+    """Answers transfers with `results`, one after another, then with success; exports first where `exports`."""
 
     results: list[TransferResult] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
@@ -36,6 +37,7 @@ class ScriptedTransport:
     in_transfer: set[str] = field(default_factory=set)
 
     leaves_copy: bool = False
+    exports: bool = False
     in_use: list[Collection[Path]] = field(default_factory=list)
 
     @property
@@ -43,8 +45,14 @@ class ScriptedTransport:
         return None
 
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
+        if self.exports:
+            await payload.export(Nowhere(), 5.0)
         self.in_use.append(in_use)
         self.asked.append(tuple(e.engine_id for e in engines))
         self.in_transfer = {e.engine_id for e in engines}
@@ -80,24 +88,18 @@ async def run(
     copies: Copies | None = None,
     *,
     timeout_s: float = 5.0,
-    disk_timeout_s: float = 5.0,
+    copy_timeout_s: float = 60.0,
 ) -> PublicationReport:
     """Short timeouts are for what hangs: anything else may take as long as a busy machine makes it."""
-    return await publish(
-        fleet,
-        source,
-        transport,
-        version=version,
-        attempts=2,
-        events=events,
-        copies=copies,
+    limits = PublicationLimits(
+        transfers=2,
+        turn_timeout_s=timeout_s,
         begin_timeout_s=timeout_s,
-        cleanup_timeout_s=timeout_s,
-        idle_timeout_s=timeout_s,
         abandon_timeout_s=timeout_s,
-        reserve_timeout_s=disk_timeout_s,
-        copy_timeout_s=disk_timeout_s,
+        cleanup_timeout_s=timeout_s,
+        copy_timeout_s=copy_timeout_s,
     )
+    return await Publisher(fleet, source, transport, events=events, copies=copies, limits=limits).publish(version)
 
 
 async def test_a_publication_reports_what_it_did(
@@ -242,28 +244,11 @@ def test_who_is_tried_again(kinds: Mapping[int, EngineFailure], again: tuple[int
     assert [e.engine_id for e in engines_to_retry(ENGINES, result)] == [f"engine-{i}" for i in again]
 
 
-@pytest.mark.parametrize("step", ["reserve", "publish"])
-async def test_a_disk_that_hangs_costs_the_copy_and_neither_the_publication_nor_the_pause(
-    step: str, fleet: AccountingFleet, source: ThreadSource, events: EventLog, tmp_path: Path, monkeypatch: Any
-) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(CopyWriter if step == "reserve" else Copies, step, lambda *_: answers.wait(60))
-    try:
-        with anyio.fail_after(20.0):
-            report = await run(fleet, source, ScriptedTransport(), events, "0.1", Copies(tmp_path), disk_timeout_s=0.2)
-            again = await run(fleet, source, ScriptedTransport(), events, "0.2", Copies(tmp_path), disk_timeout_s=0.2)
-    finally:
-        answers.set()
-    assert max(report.pause_s, again.pause_s) < 10.0
-    assert fleet.directories == [None, None]
-    assert set(fleet.serving.values()) == {"0.2"}
-
-
 async def test_a_transport_that_leaves_a_copy_is_not_copied_a_second_time(
-    fleet: AccountingFleet, source: ThreadSource, events: EventLog, tmp_path: Path
+    fleet: AccountingFleet, source: ThreadSource, events: EventLog, tmp_path: Path, make_copies: MakeCopies
 ) -> None:
-    transport = ScriptedTransport(leaves_copy=True)
-    await run(fleet, source, transport, events, copies=Copies(tmp_path / "published"))
+    transport = ScriptedTransport(leaves_copy=True, exports=True)
+    await run(fleet, source, transport, events, copies=make_copies(tmp_path / "published"))
     assert not (tmp_path / "published").exists()
 
 
@@ -286,6 +271,18 @@ async def test_a_cancelled_commit_is_finished(fleet: AccountingFleet, source: Th
         await run(fleet, source, ScriptedTransport(), events)
     assert scope.cancelled_caught
     assert set(fleet.serving.values()) == {"0.1"} and not fleet.aborts
+
+
+def test_a_publication_waits_as_long_for_engines_that_start_as_they_may_take() -> None:
+    config = Config.model_validate({"engine": {"start_timeout_s": 7200.0}, "weights": {"attempts": 3}})
+    limits = PublicationLimits.of(config)
+    assert limits.begin_timeout_s > 7200.0 + config.router.start_timeout_s
+    assert limits.transfers == 3
+
+
+def test_no_limit_says_that_nothing_is_to_be_tried() -> None:
+    with pytest.raises(ValueError, match="transfers must be at least 1, not 0"):
+        PublicationLimits(transfers=0)
 
 
 async def test_finishing_despite_a_cancellation_is_bounded_and_tells() -> None:

@@ -119,7 +119,7 @@ async def test_every_engine_gets_every_byte_again_and_again(make: Make, source: 
     transport = make()
     for seed in (0, 1, 2):
         source.tensors = random_tensors(seed)
-        result = await transport.transfer(source, endpoints(engines))
+        result = await transport.transfer(source, source.payload, endpoints(engines))
         assert not result.failures and result.source_error is None and result.touched
         assert result.bytes_sent == sum(t.nbytes for t in source.tensors.values())
         for engine in engines:
@@ -148,7 +148,7 @@ async def test_a_job_has_engines_empty_their_caches_unless_its_requests_keep_the
     make_for: Make, source: ThreadSource, start: Start, kind: str, on_update: str
 ) -> None:
     engine, transport = await start(), make_for(kind, on_update=on_update)
-    result = await transport.transfer(source, endpoints([engine]))
+    result = await transport.transfer(source, source.payload, endpoints([engine]))
     assert not result.failures and ENDPOINTS[kind] in engine.engine.calls
     assert engine.flushes[-1] is (on_update != "in_place")
     await transport.aclose()
@@ -161,7 +161,7 @@ async def test_buckets_of_a_job_are_as_large_as_it_asks_for(
 ) -> None:
     engine, transport = await start(), make_for(kind, bucket_mib=bucket_mib)
     with closing(ThreadSource({name: torch.zeros(1 << 18) for name in "abc"})) as source:
-        assert not (await transport.transfer(source, endpoints([engine]))).failures
+        assert not (await transport.transfer(source, source.payload, endpoints([engine]))).failures
         assert engine.engine.calls.count(ENDPOINTS[kind]) == messages
         await transport.aclose()
 
@@ -169,7 +169,7 @@ async def test_buckets_of_a_job_are_as_large_as_it_asks_for(
 async def test_small_tensors_share_a_message_and_large_ones_do_not(source: ThreadSource, start: Start) -> None:
     engine = await start()
     transport = BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=1 << 20, timeout_s=10.0)
-    await transport.transfer(source, endpoints([engine]))
+    await transport.transfer(source, source.payload, endpoints([engine]))
     assert_equal(engine, source.tensors)
     assert [update["load_format"] for update in engine.engine.updates] == ["flattened_bucket"]
     assert not is_flattened((TensorSpec("a", "float32", (1024, 1024)), TensorSpec("b", "float32", (8,))))
@@ -183,11 +183,11 @@ async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when
     first, second = await start("engine-0"), await start("engine-1")
     reborn = await start("engine-1", generation=2)
     transport = make_broadcast()
-    await transport.transfer(source, endpoints([first, second]))
-    await transport.transfer(source, endpoints([first, second]))
+    await transport.transfer(source, source.payload, endpoints([first, second]))
+    await transport.transfer(source, source.payload, endpoints([first, second]))
     assert len(first.joined) == 1
 
-    await transport.transfer(source, endpoints([first, reborn]))
+    await transport.transfer(source, source.payload, endpoints([first, reborn]))
     assert len(set(first.joined)) == 2 and reborn.joined == first.joined[1:]
     assert first.engine.weights.groups.keys() == {first.joined[1]}, "the old group was destroyed"
     assert_equal(reborn, source.tensors)
@@ -202,14 +202,14 @@ async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
     survivor, victim = await start("engine-0"), await start("engine-1")
     transport = make_broadcast(timeout_s=1.0)
     victim.script(die(RECEIVE, when=step, nth=bucket + 1))
-    result = await transport.transfer(source, endpoints([survivor, victim]))
+    result = await transport.transfer(source, source.payload, endpoints([survivor, victim]))
 
     assert result.failures["engine-1"].kind is TransferFault.GONE
     assert result.failures.get("engine-0") is None or result.failures["engine-0"].kind is TransferFault.COLLATERAL
     assert source.exported == len(source.tensors), "the export was drained"
 
     await transport.abandon(endpoints([survivor, victim]))
-    again = await transport.transfer(source, endpoints([survivor]))
+    again = await transport.transfer(source, source.payload, endpoints([survivor]))
     assert not again.failures and again.source_error is None
     assert_equal(survivor, source.tensors)
     await transport.aclose()
@@ -223,7 +223,7 @@ async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_s
     transport = make_broadcast()
     refusing.script(refuse(RECEIVE, when=when, nth=2))
     with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
-        result = await transport.transfer(source, endpoints([good, refusing]))
+        result = await transport.transfer(source, source.payload, endpoints([good, refusing]))
     assert result.failures["engine-1"].kind is TransferFault.REFUSED
     assert "engine-0" not in result.failures or result.failures["engine-0"].kind is TransferFault.COLLATERAL
     assert source.exported == len(source.tensors)
@@ -235,9 +235,9 @@ async def test_an_engine_that_refuses_the_last_bucket_takes_nothing_from_the_oth
 ) -> None:
     good, refusing = await start("engine-0"), await start("engine-1")
     transport = make_broadcast()
-    last = len(BucketFiller(source.tensor_specs, BUCKET_BYTES).buckets) - 1
+    last = len(BucketFiller(source.payload.specs, BUCKET_BYTES).buckets) - 1
     refusing.script(refuse(RECEIVE, when="after", nth=last + 1))
-    result = await transport.transfer(source, endpoints([good, refusing]))
+    result = await transport.transfer(source, source.payload, endpoints([good, refusing]))
     assert set(result.failures) == {"engine-1"} and result.source_error is None
     assert_equal(good, source.tensors)
     await transport.aclose()
@@ -257,10 +257,10 @@ async def test_a_hanging_engine_costs_one_bucket_timeout(
     good, hanging = await start("engine-0"), await start("engine-1")
     transport = make_broadcast()
     hanging.script(hang(RECEIVE, nth=2))
-    second = len(BucketFiller(source.tensor_specs, BUCKET_BYTES).buckets[0])
+    second = len(BucketFiller(source.payload.specs, BUCKET_BYTES).buckets[0])
     source.before_tensor = lambda number: hurry(transport, 0.5) if number == second else None
     with anyio.fail_after(10.0):
-        result = await transport.transfer(source, endpoints([good, hanging]))
+        result = await transport.transfer(source, source.payload, endpoints([good, hanging]))
     assert result.failures["engine-1"].kind is TransferFault.GONE
     assert result.failures["engine-0"].kind is TransferFault.COLLATERAL
     assert result.source_error is not None
@@ -286,7 +286,7 @@ async def test_a_group_that_does_not_form_touches_nobody(
     source.before_call = hurry_once_the_good_one_has_come
     bad.script({"refuse": refuse, "die": die, "hang": hang}[how](JOIN))
     with anyio.fail_after(10.0):
-        result = await transport.transfer(source, endpoints([good, bad]))
+        result = await transport.transfer(source, source.payload, endpoints([good, bad]))
     assert not result.touched and result.source_error is not None
     assert result.failures["engine-1"].kind is (TransferFault.REFUSED if how == "refuse" else TransferFault.GONE)
     assert result.failures["engine-0"].kind is TransferFault.COLLATERAL, "it is let go at once, and may be tried again"
@@ -294,7 +294,7 @@ async def test_a_group_that_does_not_form_touches_nobody(
     await transport.abandon(endpoints([good, bad]))
 
     patient = make_broadcast()
-    again = await patient.transfer(source, endpoints([good]))
+    again = await patient.transfer(source, source.payload, endpoints([good]))
     assert not again.failures
     await patient.aclose()
 
@@ -304,7 +304,7 @@ async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: Thread
     engine.script(refuse(JOIN))
     transport = make_broadcast(timeout_s=60.0)
     with anyio.fail_after(20.0):
-        result = await transport.transfer(source, endpoints([engine]))
+        result = await transport.transfer(source, source.payload, endpoints([engine]))
     assert result.failures["engine-0"].kind is TransferFault.REFUSED and not result.touched
     await transport.aclose()
 
@@ -322,7 +322,7 @@ async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(
         engines[1].script(instead(RECEIVE, cancel, nth=2), instead(ENDPOINTS["tensor"], cancel, nth=2))
         engines[1].script(instead(ENDPOINTS["disk"], cancel))
         with anyio.fail_after(8.0, shield=False):
-            await transport.transfer(source, endpoints(engines))
+            await transport.transfer(source, source.payload, endpoints(engines))
     assert scope.cancelled_caught
     with anyio.fail_after(5.0):
         await transport.abandon(endpoints(engines))
@@ -331,7 +331,7 @@ async def test_a_cancelled_transfer_frees_engines_and_the_next_one_works(
         engine.engine.weights.reset()
     await source.call(lambda: None, what="turn after the cancelled export", timeout_s=10.0)
 
-    result = await transport.transfer(source, endpoints(engines))
+    result = await transport.transfer(source, source.payload, endpoints(engines))
     assert not result.failures and result.source_error is None
     for engine in engines:
         assert_equal(engine, source.tensors)
@@ -345,7 +345,7 @@ async def test_one_failing_engine_does_not_stop_handover_to_the_others(
         good, bad = await start("engine-0"), await start("engine-1")
         bad.script(die(ENDPOINTS[step]))
         transport = make_one()
-        result = await transport.transfer(source, endpoints([good, bad]))
+        result = await transport.transfer(source, source.payload, endpoints([good, bad]))
         assert set(result.failures) == {"engine-1"} and result.source_error is None
         assert_equal(good, source.tensors)
         await transport.aclose()
@@ -367,7 +367,7 @@ async def test_an_export_that_differs_from_its_specs_never_reaches_an_engine_who
         source.tensors = tensors | {"surplus": torch.zeros(3)}
     engine = await start()
     transport = make()
-    result = await transport.transfer(source, endpoints([engine]))
+    result = await transport.transfer(source, source.payload, endpoints([engine]))
     assert result.source_error is not None
     assert {"renamed": "three", "reshaped": "(32, 24)", "missing": "scalar", "extra": "surplus"}[damage] in (
         result.source_error
@@ -393,16 +393,16 @@ async def test_files_on_disk_stay_as_they_are_while_they_are_in_use_and_go_after
 ) -> None:
     (tmp_path / "weights" / "of-a-killed-job").mkdir(parents=True)
     engine, transport = await start(), make_disk()
-    await transport.transfer(source, endpoints([engine]))
+    await transport.transfer(source, source.payload, endpoints([engine]))
     published, expected = transport.copy, source.tensors
     assert published is not None
     for seed in (1, 2, 3):
         source.tensors = random_tensors(seed)
-        await transport.transfer(source, endpoints([engine]), [published])
+        await transport.transfer(source, source.payload, endpoints([engine]), [published])
         assert_equal(engine, source.tensors)
     held = {name: tensor for file in published.iterdir() for name, tensor in load_file(file).items()}
     assert held.keys() == expected.keys() and all(torch.equal(held[name], expected[name]) for name in held)
     assert set((tmp_path / "weights").iterdir()) == {published, transport.copy}
-    await transport.transfer(source, endpoints([engine]))
+    await transport.transfer(source, source.payload, endpoints([engine]))
     assert list((tmp_path / "weights").iterdir()) == [transport.copy]
     await transport.aclose()

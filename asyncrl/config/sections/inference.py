@@ -187,8 +187,8 @@ class WeightsConfig(Section):
     keep_published: Literal["auto", "always", "never"] = "auto"
     """Keep a copy of the published weights for engines that join later: a restarted engine serves again without waiting
     for the next publication. auto: where the disk has room for it and for as much again; always: whatever room there
-    is. Up to 2 GiB it is written beside the transfer. More is exported a second time for it, before engines are paused:
-    they go on meanwhile, the trainer does not. A disk that takes longer than 10 s per GB for that is given up."""
+    is. The trainer's host memory holds a copy meanwhile, as much as the weights take, which is written beside the
+    training: neither engines nor trainer wait for the disk. never: no copy, and no memory for it."""
 
     directory: Path | None = None
     """Where that copy and the files of the disk transport lie; none: weights/ in the run directory. On a tmpfs such as

@@ -4,6 +4,7 @@ Invariants
 - The engine serves only if, at that moment, it holds the published version and no publication is under way. A
   publication that began without it would otherwise leave it behind.
 - If newer weights were published meanwhile it starts over. If a publication took it in, there is nothing to do.
+- A copy that is still being written is waited for: its end has the engine look again.
 - The copy is in use while the engine loads it. A copy that was removed all the same is not tried again. A copy that an
   engine refuses (it is damaged, or the engine cannot read that directory) costs no restart: that engine waits for a
   publication.
@@ -72,7 +73,7 @@ class CatchUp:
             await self._bring(engine)
 
     async def _bring(self, engine: ManagedEngine) -> None:
-        """Returns when `engine` serves, or has to wait for the next publication."""
+        """Returns when `engine` serves, or has to wait for a copy or for the next publication."""
         began = anyio.current_time()
         found: Published | None = None
         while True:
@@ -88,6 +89,9 @@ class CatchUp:
                 if engine.refused is published:
                     reason = f"it could not load the copy in {published.directory}"
                 _log.warning("waits for the next publication", engine=engine.engine_id, reason=reason)
+                return
+            if published.copy_due is not None:
+                _log.info("waits for the copy of the published weights", engine=engine.engine_id)
                 return
             assert published.directory is not None
             if found is not published:
@@ -169,7 +173,7 @@ def _refuses(error: EngineError | WeightUpdateError) -> bool:
 
 
 def can_catch_up(engine: ManagedEngine, published: Published) -> bool:
-    """Whether there is a copy of the published weights that the engine can load."""
+    """Whether there is a copy of the published weights that the engine can load, now or once it is written."""
     return published.directory is not None and engine.reads_copies and engine.refused is not published
 
 

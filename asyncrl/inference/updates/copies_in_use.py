@@ -1,4 +1,4 @@
-"""Which copies of weights engines read, or may be told to read again: whoever writes copies leaves these alone."""
+"""Copies of weights that engines read, or may have to read again. Whatever is in use stays as it is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import anyio.to_thread
 from asyncrl.observability.waits import waiting
 
 LOOK_TIMEOUT_S = 30.0
+"""Longest wait for a disk that is asked whether a copy exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,14 @@ class Published:
 
     version: str
     directory: Path | None
-    """A copy in Hugging Face's format, where one was kept."""
+    """A copy in Hugging Face's format; None where there is none, or none any more."""
+    copy_due: float | None = None
+    """When the publisher will have told how the writing of the copy ended (anyio.current_time); None: it is complete,
+    or there is none."""
 
 
 async def is_there(directory: Path) -> bool:
-    """Whether a copy exists, as far as its disk tells within `LOOK_TIMEOUT_S`; the event loop does not wait for it."""
+    """Whether a copy exists. False where its disk does not tell within `LOOK_TIMEOUT_S`; the event loop goes on."""
     try:
         with waiting("look for a copy", f"the disk of {directory}", LOOK_TIMEOUT_S):
             return await anyio.to_thread.run_sync(directory.exists, abandon_on_cancel=True)
@@ -34,17 +38,19 @@ async def is_there(directory: Path) -> bool:
 
 
 class CopiesInUse:
-    """A directory is in use as often as it is held."""
+    """Counts the holders of each directory: engines that load it, and evaluations that are pinned to it."""
 
     def __init__(self) -> None:
         self._held: Counter[Path] = Counter()
 
     @property
     def directories(self) -> frozenset[Path]:
+        """Every directory that somebody holds."""
         return frozenset(self._held)
 
     @contextmanager
     def held(self, directory: Path) -> Iterator[None]:
+        """Holds `directory` within the block."""
         self._held[directory] += 1
         try:
             yield

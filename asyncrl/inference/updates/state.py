@@ -12,13 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import anyio
 
 from asyncrl.data.fleet import UpdateLease
+from asyncrl.errors import EngineError
 from asyncrl.inference.updates.copies_in_use import Published
 from asyncrl.inference.updates.leases import LeaseBook
+from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Changes
+
+COPY_MARGIN_S = 10.0
+"""For the publisher's own word, after the time by which a copy is due."""
 
 
 class UpdateState:
@@ -30,7 +37,8 @@ class UpdateState:
         self.book = LeaseBook()
         self.lock = anyio.Lock()
         self.ends = 0
-        """Leases that ended, their engines settled, and updates that did not come to one."""
+        """Occasions for an engine to look for weights: leases that ended, their engines settled; updates that did not
+        come to one; copies that were written or given up; memory that came back."""
         self._beginning = 0
         self._changes = Changes()
 
@@ -60,6 +68,26 @@ class UpdateState:
             raise
         finally:
             self._beginning -= 1
+
+    def copy_written(self, directory: Path, complete: bool) -> None:
+        """The copy in `directory` is complete, or was given up. Does nothing for one that nobody waits for any more."""
+        published = self.published
+        if published is not None and published.directory == directory and published.copy_due is not None:
+            self.published = replace(published, directory=directory if complete else None, copy_due=None)
+            self.signal_end()
+
+    async def wait_copy(self) -> None:
+        """Returns when no copy of the published weights is being written; raises EngineError for one that is late."""
+        published = self.published
+        if published is None or published.copy_due is None:
+            return
+        timeout_s = max(0.0, published.copy_due - anyio.current_time()) + COPY_MARGIN_S
+        try:
+            with waiting(f"copy of weights {published.version}", f"the disk of {published.directory}", timeout_s):
+                while self.published is not None and self.published.copy_due is not None:
+                    await self._changes.wait()
+        except TimeoutError as error:
+            raise EngineError(str(error)) from error
 
     def signal_end(self) -> None:
         """Makes engines that wait for weights look again how they can get them."""

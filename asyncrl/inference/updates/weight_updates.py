@@ -123,10 +123,17 @@ class WeightUpdates:
             )
         return engines
 
-    async def commit(self, lease_id: str, acks: Sequence[UpdateAck], directory: Path | None = None) -> None:
+    async def commit(
+        self,
+        lease_id: str,
+        acks: Sequence[UpdateAck],
+        directory: Path | None = None,
+        *,
+        copy_due: float | None = None,
+    ) -> None:
         """Makes the engines that acknowledged serve the lease's version; the others are quarantined.
 
-        `directory` holds a copy of the weights for engines that join later.
+        `directory` holds a copy of the weights for engines that join later; with `copy_due` it is still being written.
 
         Raises WeightUpdateError when no engine is left, or when the weights did not arrive as sent. The lease has
         ended either way. A commit stays valid: an engine that the router refuses is quarantined, even the last one.
@@ -140,7 +147,7 @@ class WeightUpdates:
                 await self._give_up(lease, leased, reason_of(error))
                 raise
             # From here on the update is committed, whatever happens to the router.
-            self._state.published = Published(lease.version, directory)
+            self._state.published = Published(lease.version, directory, copy_due)
             self._end(lease_id, f"was committed as {lease.version}")
             for engine in holders:
                 engine.version = lease.version

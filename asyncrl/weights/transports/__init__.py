@@ -19,7 +19,7 @@ MIB = 1 << 20
 def make_transport(
     config: Config, kind: Literal["broadcast", "tensor", "disk"], *, open_engine: EngineOpener
 ) -> Transport:
-    """The transport of a job, as its process layout chose it (`auto` is resolved there)."""
+    """The transport of a job. Its process layout chose `kind`, and resolved `auto`."""
     bucket_bytes = config.weights.bucket_mib * MIB
     timeout_s = config.weights.timeout_s
     # An engine that is paused in place refuses to flush: its cache holds the KV of running requests.

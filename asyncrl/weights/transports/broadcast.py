@@ -1,10 +1,10 @@
 """Broadcast transport: one process group {trainer rank 0, every engine TP rank}, bucket by bucket.
 
 Invariants
-- The group lives as long as the set of engines (id, generation) stays the same and nothing failed; then it is
-  rebuilt under a new name and port, because a group can neither grow nor be mended.
-- The trainer's half leaves the group, in its own thread, in the moment in which it fails or learns of a failure:
-  that frees the engines that are blocked in a receive, before anyone talks to them.
+- The group stays while the set of engines (id, generation) stays the same and nothing fails. After that a new group is
+  made, with another name and port: a group can neither grow nor be mended.
+- The trainer's half leaves the group, in its own thread, as soon as it fails or hears of a failure. That frees the
+  engines that are blocked in a receive, before the driver talks to them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncrl.weights.transfer import (
     BucketFiller,
     EngineFailure,
     EngineOpener,
+    Payload,
     TransferFault,
     TransferResult,
     WeightReceiver,
@@ -37,40 +38,44 @@ from asyncrl.weights.transfer import (
 from asyncrl.weights.transports.process_group import Backend, TransferGroup
 
 ANSWER_GRACE_S = 15.0
-"""How long engines may take to answer after the wire broke: an engine whose scheduler died closes its HTTP
+"""How long engines may take to answer after the wire broke. An engine whose scheduler died closes its HTTP
 connections only 6 to 8 s later (measured)."""
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled transfer may take to end in order."""
 
 DESTROY_TIMEOUT_S = 5.0
+"""How long an engine may take to leave a group."""
 
 HEAD_START_S = 0.1
-"""How long the trainer holds back from joining a new group: an engine that is dead or refuses shows within
-milliseconds, while a join that has begun can only be waited out."""
+"""How long the trainer waits before it joins a new group. An engine that is dead or refuses shows that within
+milliseconds; a join that has begun cannot be interrupted."""
 
 CONNECT_S = 1.0
-"""How long a group that another engine refused stays open: one that closes before an engine has connected leaves it
-trying for half an hour (measured), one that closes later sends it away at once."""
+"""How long a group stays open after an engine has refused it. If it closes before another engine has connected, that
+engine tries for half an hour (measured); if it closes later, the engine leaves at once."""
 
 RECEIVE_FAILED = "Failed to receive weights"
-"""How an engine says that its end of the wire broke, which it may notice before the trainer does."""
+"""An engine says so when its end of the wire broke, which it may notice before the trainer does."""
 
 FLATTEN_BELOW_BYTES = 256 * 1024
-"""Buckets whose mean tensor is smaller travel as one message; larger tensors are sent as they are, since the copy
-into one buffer costs more than the messages."""
+"""A bucket whose mean tensor is smaller travels as one message. Larger tensors travel one by one: a copy of them into
+one buffer costs more than the messages."""
 
 _Member = tuple[str, int, int]
 """(engine_id, generation, tensor_parallel)."""
 
 
 def is_flattened(bucket: Bucket) -> bool:
-    """Whether a bucket travels as one uint8 message; both ends decide by this."""
+    """Whether a bucket travels as one uint8 message; the trainer and the engines both go by this."""
     return len(bucket) > 1 and sum(t.size_bytes for t in bucket) < len(bucket) * FLATTEN_BELOW_BYTES
 
 
 class BroadcastTransport:
-    """See the module's docstring; one instance serves all publications of a job."""
+    """See the module's docstring. One instance serves all publications of a job."""
+
+    leaves_copy = False
+    copy: Path | None = None
 
     def __init__(
         self,
@@ -82,7 +87,7 @@ class BroadcastTransport:
         host: str = "127.0.0.1",
         flush_cache: bool = True,
     ) -> None:
-        """`flush_cache`: engines empty their prefix caches with the last bucket; refused where requests hold KV."""
+        """`flush_cache`: engines empty their prefix caches with the last bucket, which needs an engine without KV."""
         self._open_engine = open_engine
         self._backend: Backend = backend
         self._bucket_bytes = bucket_bytes
@@ -95,28 +100,26 @@ class BroadcastTransport:
         self._source: WeightSource | None = None
         self._stopped: str | None = None
 
-    @property
-    def leaves_copy(self) -> bool:
-        return False
-
-    @property
-    def copy(self) -> Path | None:
-        return None
-
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
+        """See `Transport`; a cancellation lets the bucket in progress end, within `CANCEL_GRACE_S`."""
         self._source = source
         async with open_clients(self._open_engine, engines) as clients:
-            # A cancellation only stops the trainer at the next bucket: engines that are told nothing more would
-            # let it wait in the present one.
+            # A cancellation stops the trainer at the next bucket. If it stopped the calls to the engines, the trainer
+            # would wait for them in the present bucket.
             return await finish_despite_cancellation(
-                lambda: self._transfer(source, clients),
+                lambda: self._transfer(source, payload, clients),
                 grace_s=CANCEL_GRACE_S,
                 on_cancel=lambda: self._stop("the publication was cancelled"),
             )
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
+        """Leaves the group, in the trainer thread; engines that wait in a receive are free then."""
         self._stop("the transfer was given up")
         group, self._group, self._members, self._sink = self._group, None, (), None
         if group is not None and self._source is not None:
@@ -125,6 +128,7 @@ class BroadcastTransport:
             )
 
     async def aclose(self) -> None:
+        """Leaves the group."""
         await self.abandon(())
 
     def _stop(self, reason: str) -> None:
@@ -136,7 +140,9 @@ class BroadcastTransport:
         if self._stopped is not None:
             raise WeightUpdateError(self._stopped)
 
-    async def _transfer(self, source: WeightSource, clients: Mapping[EngineEndpoint, WeightReceiver]) -> TransferResult:
+    async def _transfer(
+        self, source: WeightSource, payload: Payload, clients: Mapping[EngineEndpoint, WeightReceiver]
+    ) -> TransferResult:
         self._stopped = None
         failures: dict[str, EngineFailure] = {}
         try:
@@ -144,17 +150,17 @@ class BroadcastTransport:
             self._check_not_stopped()
         except WeightUpdateError as error:
             return TransferResult(0, failures, str(error), touched=False)
-        self._sink = BroadcastSink(group, BucketFiller(source.tensor_specs, self._bucket_bytes))
-        return await self._send(source, clients, self._sink, failures)
+        self._sink = BroadcastSink(group, BucketFiller(payload.specs, self._bucket_bytes))
+        return await self._send(payload, clients, self._sink, failures)
 
     async def _send(
         self,
-        source: WeightSource,
+        payload: Payload,
         clients: Mapping[EngineEndpoint, WeightReceiver],
         sink: BroadcastSink,
         failures: dict[str, EngineFailure],
     ) -> TransferResult:
-        """Both halves at once: engines are told bucket by bucket, while the trainer thread sends."""
+        """Runs both halves at once: tells engines of each bucket, while the trainer thread sends."""
         source_error: str | None = None
         unanswered = {e.engine_id for e in clients}
 
@@ -184,7 +190,7 @@ class BroadcastTransport:
             for engine, client in clients.items():
                 task_group.start_soon(feed, engine, client)
             try:
-                await source.export(sink, timeout_s=self._timeout_s * (len(sink.buckets) + 1))
+                await payload.export(sink, self._timeout_s * (len(sink.buckets) + 1))
             except WeightUpdateError as error:
                 source_error = str(error)
                 task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
@@ -201,10 +207,10 @@ class BroadcastTransport:
     async def _part_from(self, client: WeightReceiver, sink: BroadcastSink) -> None:
         """Makes an engine that refused a bucket leave the group.
 
-        The trainer may be sending that bucket or the next, and would wait for the engine in vain: its end closes.
-        (An engine that took part in the next one instead would die of a message of another size: measured.)
+        The trainer may be sending that bucket or the next one, and would wait for the engine in vain. If the engine
+        received the next bucket in place of this one, it would die of a message of another size (measured).
         """
-        with suppress(EngineError):  # it hangs or has ended; then the trainer's own deadline ends the wait
+        with suppress(EngineError):  # the engine hangs or has ended; the trainer's own deadline ends the wait then
             await client.destroy_weights_group(sink.group_name, timeout_s=DESTROY_TIMEOUT_S)
 
     async def _group_with(
@@ -220,7 +226,7 @@ class BroadcastTransport:
         old, self._group, self._members = self._group, None, ()
         if old is not None:
             await source.call(old.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s)
-            # An engine that does not know the group is new; one that cannot leave it shows that in the transfer.
+            # A new engine does not know the group. An engine that cannot leave it shows that in the transfer.
             await on_each_engine(
                 clients, lambda client, _: client.destroy_weights_group(old.name, timeout_s=DESTROY_TIMEOUT_S)
             )
@@ -296,29 +302,32 @@ class BroadcastTransport:
 
 
 class BroadcastSink:
-    """The trainer's half: fills buckets and broadcasts each when full. Made in the loop, used in the trainer thread."""
+    """The trainer's half: fills buckets and sends each full one. Made in the event loop, used in the trainer thread."""
 
     def __init__(self, group: TransferGroup, filler: BucketFiller) -> None:
         self._group = group
         self._filler = filler
         self.bytes_sent = 0
         self.broken: str | None = None
-        """Why nothing more is sent; also set from the event loop, read between buckets."""
+        """Why nothing more is sent; the event loop sets it too, and it is read between buckets."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """The plan, in the order of the export."""
         return self._filler.buckets
 
     @property
     def group_name(self) -> str:
+        """Name under which engines know the group."""
         return self._group.name
 
     def fail(self, reason: str) -> None:
-        """The first reason stays."""
+        """Stops the transfer at the next bucket; the first reason stays."""
         if self.broken is None:
             self.broken = reason
 
     def put(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor, and sends the bucket that it completes; leaves the group before it raises."""
         try:
             full = self._filler.add(name, tensor)
             if full is not None:
@@ -328,6 +337,7 @@ class BroadcastSink:
             raise
 
     def finish(self) -> None:
+        """Raises WeightUpdateError when the export was too short, and leaves the group first."""
         try:
             self._filler.check_complete()
         except WeightUpdateError as error:

@@ -1,8 +1,8 @@
-"""Disk transport: the trainer writes safetensors into the run directory, every engine loads them from there.
+"""Disk transport: the trainer writes safetensors into the run directory, and every engine loads them from there.
 
-For engines that no process group reaches. Each transfer has a directory of its own, which stays while the fleet says
-that it is in use, that of the published weights among them: an engine that joins later loads it. What nobody uses goes
-before the next transfer, what a killed job left there included, and the rest with the job.
+It serves engines that no process group reaches. Each transfer has a directory of its own. A directory that is in use
+stays, so that an engine that joins later loads the published weights from it. The next transfer removes the others,
+also those that a killed job left. The end of the job removes the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from asyncrl.errors import WeightUpdateError
 from asyncrl.weights.transfer import (
     BucketFiller,
     EngineOpener,
+    Payload,
     TransferResult,
     WeightSource,
     on_each_engine,
@@ -29,7 +30,9 @@ from asyncrl.weights.transfer import (
 
 
 class DiskTransport:
-    """See the module's docstring; `directory` belongs to it alone."""
+    """See the module's docstring; `directory` belongs to the transport alone."""
+
+    leaves_copy = True
 
     def __init__(
         self,
@@ -49,11 +52,8 @@ class DiskTransport:
         self._transfers = 0
 
     @property
-    def leaves_copy(self) -> bool:
-        return True
-
-    @property
     def copy(self) -> Path | None:
+        """The directory of the last transfer; None before the first."""
         return self._place if self._transfers else None
 
     @property
@@ -61,15 +61,20 @@ class DiskTransport:
         return self._directory / f"transfer-{self._transfers:06d}"
 
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
+        """See `Transport`; the trainer has written all before the first engine loads."""
         self._transfers += 1
         place = self._place
-        filler = BucketFiller(source.tensor_specs, self._bucket_bytes)
+        filler = BucketFiller(payload.specs, self._bucket_bytes)
         self._sink = sink = DiskSink(place, filler, in_use=frozenset(in_use))
         buckets = len(sink.filler.buckets)
         try:
-            await source.export(sink, timeout_s=self._timeout_s * (buckets + 1))
+            await payload.export(sink, self._timeout_s * (buckets + 1))
         except (WeightUpdateError, OSError) as error:
             return TransferResult(0, {}, f"{place}: {error}", touched=False)
         async with open_clients(self._open_engine, engines) as clients:
@@ -82,11 +87,12 @@ class DiskTransport:
         return TransferResult(sink.bytes_written, failures)
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
-        """No engine ever waits for the trainer here; only the writing is stopped."""
+        """Stops the writing. No engine waits for the trainer here."""
         if self._sink is not None:
             self._sink.stopped = True
 
     async def aclose(self) -> None:
+        """Removes every directory."""
         await self.abandon(())
         await anyio.to_thread.run_sync(partial(shutil.rmtree, self._directory, ignore_errors=True))
 
@@ -95,7 +101,7 @@ class DiskSink:
     """Writes one safetensors file per bucket, in the trainer thread."""
 
     def __init__(self, directory: Path, filler: BucketFiller, *, in_use: frozenset[Path]) -> None:
-        """What lies beside `directory` and is not `in_use` is removed first."""
+        """Removes what lies beside `directory` and is not `in_use`, before the first tensor."""
         self.filler = filler
         self.bytes_written = 0
         self.stopped = False
@@ -104,6 +110,7 @@ class DiskSink:
         self._prepared = False
 
     def put(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor, and writes the bucket that it completes; raises OSError, WeightUpdateError once stopped."""
         if self.stopped:
             raise WeightUpdateError("the transfer was given up")
         if not self._prepared:
@@ -122,4 +129,5 @@ class DiskSink:
             self.bytes_written += sum(spec.size_bytes for spec in bucket)
 
     def finish(self) -> None:
+        """Raises WeightUpdateError when the export was too short."""
         self.filler.check_complete()

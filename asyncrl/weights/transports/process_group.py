@@ -1,13 +1,13 @@
 """Rank 0's end of the process group {trainer, every engine TP rank}; everything here runs in the trainer thread.
 
-The engines build their end with torch's own helper, so the keys of the rendezvous store must nest exactly as that
-does: PrefixStore(device) over PrefixStore(name) over PrefixStore(name). gloo and NCCL go through the same code.
+The engines build their end with torch's own helper, so the keys of the rendezvous store must nest as that helper nests
+them: PrefixStore(device) over PrefixStore(name) over PrefixStore(name). gloo and NCCL go through the same code.
 
 Invariants
 - A wait never holds the GIL and ends at its deadline.
-- The group is dropped only when nothing is in flight: its destructor would wait for that with the GIL held.
-  NCCL operations are aborted; gloo's cannot be (measured: abort() changes nothing) and end by their own timeout.
-- Dropping the group and its store is what frees an engine that is blocked in a receive.
+- The group is dropped only when nothing is in flight: its destructor would wait for that with the GIL held. NCCL
+  operations are aborted. gloo operations cannot be (measured: abort() changes nothing); they end by their own timeout.
+- An engine that is blocked in a receive is freed when the group and its store are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POLL_S = 0.0005
 
 
 class TransferGroup:
-    """Rank 0 of `world_size`; the constructor opens the store, `join` builds the group once engines were invited."""
+    """Rank 0 of `world_size`. The constructor opens the store; `join` builds the group, after engines were invited."""
 
     def __init__(self, backend: Backend, name: str, world_size: int, host: str, timeout_s: float) -> None:
         self.backend = backend

@@ -1,13 +1,13 @@
-"""Tensor handover: engines on the trainer's own machine read a bucket out of memory that both share.
+"""Tensor handover: engines on the trainer's machine read a bucket from memory that they share with the trainer.
 
-On a GPU an engine opens the trainer's tensors in place (CUDA IPC), which is what a colocated engine needs, since NCCL
-refuses two ranks on one device. On CPU buckets go through one shared-memory buffer.
+On a GPU an engine opens the trainer's tensors in place (CUDA IPC). A colocated engine needs that, since NCCL refuses
+two ranks on one device. On CPU, buckets go through one shared-memory buffer.
 
 Invariants
-- A bucket stays untouched until every engine answered: the trainer thread waits for the event loop, within a deadline.
-- CPU memory is shared by file name (`file_system`): the default passes file descriptors with a key that only the
+- A bucket stays untouched until every engine has answered: the trainer thread waits for that, with a deadline.
+- CPU memory is shared by file name (`file_system`). By default torch passes file descriptors with a key that only the
   trainer's own children have, and an engine that gets such a handle crashes (measured).
-- What is pickled are handles, made here and read by engines that this job started on this machine.
+- Only handles are pickled. They are made here, and read by engines that this job started on this machine.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from asyncrl.weights.transfer import (
     BucketFiller,
     EngineFailure,
     EngineOpener,
+    Payload,
     TransferResult,
     WeightReceiver,
     WeightSource,
@@ -48,6 +49,9 @@ _ALIGNMENT = 64
 class TensorTransport:
     """See the module's docstring."""
 
+    leaves_copy = False
+    copy: Path | None = None
+
     def __init__(
         self, open_engine: EngineOpener, *, bucket_bytes: int, timeout_s: float, flush_cache: bool = True
     ) -> None:
@@ -57,18 +61,15 @@ class TensorTransport:
         self._flush_cache = flush_cache
         self._sink: TensorSink | None = None
 
-    @property
-    def leaves_copy(self) -> bool:
-        return False
-
-    @property
-    def copy(self) -> Path | None:
-        return None
-
     async def transfer(
-        self, source: WeightSource, engines: Sequence[EngineEndpoint], in_use: Collection[Path] = ()
+        self,
+        source: WeightSource,
+        payload: Payload,
+        engines: Sequence[EngineEndpoint],
+        in_use: Collection[Path] = (),
     ) -> TransferResult:
-        filler = BucketFiller(source.tensor_specs, self._bucket_bytes)
+        """See `Transport`; every engine reads a bucket before the trainer makes the next one."""
+        filler = BucketFiller(payload.specs, self._bucket_bytes)
         last = len(filler.buckets) - 1
         offers, taken = anyio.create_memory_object_stream[tuple[int, str]](1)
         self._sink = sink = TensorSink(filler, offers, self._timeout_s)
@@ -77,7 +78,7 @@ class TensorTransport:
 
         async def export() -> None:
             try:
-                await source.export(sink, timeout_s=2 * self._timeout_s * (len(filler.buckets) + 1))
+                await payload.export(sink, 2 * self._timeout_s * (len(filler.buckets) + 1))
             except Exception as error:  # sorted below, outside the task group, which would wrap it
                 raised.append(error)
             finally:
@@ -117,11 +118,13 @@ class TensorTransport:
         return read
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
+        """Stops the export; engines wait for nothing here."""
         if self._sink is not None:
             self._sink.stop("the transfer was given up")
             self._sink = None
 
     async def aclose(self) -> None:
+        """Stops an export that still runs."""
         await self.abandon(())
 
 
@@ -140,16 +143,17 @@ class TensorSink:
         self._buffer: Tensor | None = None
 
     def stop(self, reason: str) -> None:
-        """From the event loop: nothing more is offered. The first reason stays."""
+        """Called in the event loop: nothing more is offered. The first reason stays."""
         if self._stopped is None:
             self._stopped = reason
         self._released.set()
 
     def release(self) -> None:
-        """From the event loop: every engine is done with the offered bucket."""
+        """Called in the event loop: every engine is done with the offered bucket."""
         self._released.set()
 
     def put(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor; a full bucket is offered, and waited for. Raises WeightUpdateError once stopped."""
         full = self._filler.add(name, tensor)
         if full is None:
             return
@@ -169,6 +173,7 @@ class TensorSink:
         self.bytes_sent += sum(spec.size_bytes for spec in bucket)
 
     def finish(self) -> None:
+        """Raises WeightUpdateError when the export was too short."""
         self._filler.check_complete()
         self._buffer = None
 
@@ -196,7 +201,7 @@ class TensorSink:
 
 
 def _pickle(named_tensors: list[tuple[str, Tensor]]) -> str:
-    """Handles in the form in which SGLang's MultiprocessingSerializer reads them."""
+    """Handles in the form that SGLang's MultiprocessingSerializer reads."""
     if named_tensors[0][1].is_cuda:
         # Handles must name a GPU by its UUID: trainer and engine may number their visible GPUs differently.
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import WeightUpdateError
 from asyncrl.inference.updates import copies_in_use
-from asyncrl.weights.copies import Copies
 from tests.inference.conftest import StartFleet, cpu_layout, eventually
 from tests.inference.test_models import beside
 from tests.inference.transaction_rig import holds, rig, tensors_of
@@ -28,7 +27,7 @@ KEPT = pytest.mark.parametrize("kept", ["disk", "copies"])
 
 def by(kept: str, tmp_path: Path) -> dict[str, Any]:
     """What keeps weights in the directory of that name: the transport, or copies beside it."""
-    return {"disk": tmp_path / kept} if kept == "disk" else {"copies": Copies(tmp_path / kept)}
+    return {"disk": tmp_path / kept} if kept == "disk" else {"copies": tmp_path / kept}
 
 
 @KEPT
@@ -49,14 +48,16 @@ async def test_an_engine_that_evaluates_reads_what_it_was_pinned_to_however_many
         assert info.version == "0.0"
         for step in range(1, 6):
             await it.publish(f"0.{step}")
+        await it.copy()
         await it.fleet.host.signal("eval-0", signal.SIGKILL)
         await eventually(lambda: evaluator.lives == 2 and router.workers == [evaluator.url])
         assert evaluator.version == "0.0" and holds(evaluator, tensors_of("0.0"))
         kept_then = len(list((tmp_path / kept).iterdir()))
         await it.fleet.controller.pin_eval_fleet()
         assert evaluator.version == "0.5" and holds(evaluator, tensors_of("0.5"))
-        await it.publish("0.6")
-        await it.publish("0.7")
+        for version in ("0.6", "0.7"):
+            await it.publish(version)
+            await it.copy()
         assert len(list((tmp_path / kept).iterdir())) <= kept_then, "what nobody uses goes"
 
 
@@ -72,6 +73,7 @@ async def test_an_engine_that_is_slow_to_catch_up_reads_one_copy_to_its_end(
             (directory,) = it.fleet.controller.copies_in_use()
             for step in range(1, 5):
                 await it.publish(f"0.{step}")
+                await it.copy()
             read.append(directory.exists() and directory in it.fleet.controller.copies_in_use())
 
         it.fleet.engines[0].script(instead("update_weights_from_disk", overtake))
@@ -97,8 +99,9 @@ async def test_a_publication_that_fails_leaves_the_published_files_as_they_are(
 async def test_a_copy_that_somebody_removed_costs_no_engine_its_restarts(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
-    async with rig(start_fleet, engines=1, copies=Copies(tmp_path / "copies"), restarts=1) as it:
+    async with rig(start_fleet, engines=1, copies=tmp_path / "copies", restarts=1) as it:
         await it.publish("0.0")
+        await it.copy()
         shutil.rmtree(tmp_path / "copies")
         await it.fleet.host.kill("engine-0")
         with anyio.fail_after(10):
@@ -113,9 +116,10 @@ async def test_a_copy_that_somebody_removed_costs_no_engine_its_restarts(
 async def test_a_copy_that_cannot_be_loaded_costs_no_engine_its_restarts(
     start_fleet: StartFleet, tmp_path: Path, how: str
 ) -> None:
-    async with rig(start_fleet, engines=2, copies=Copies(tmp_path / "copies"), restarts=1) as it:
+    async with rig(start_fleet, engines=2, copies=tmp_path / "copies", restarts=1) as it:
         await it.publish("0.0")
-        (copy,) = it.fleet.controller.copies_in_use()
+        copy = await it.copy()
+        assert copy is not None
         if how == "damaged":
             (copy / "model.safetensors").write_bytes(b"nonsense")
         else:
@@ -136,8 +140,9 @@ async def test_a_copy_that_cannot_be_loaded_costs_no_engine_its_restarts(
 async def test_a_disk_that_does_not_answer_keeps_an_engine_from_its_copy_and_nobody_else_from_anything(
     start_fleet: StartFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig(start_fleet, engines=2, copies=Copies(tmp_path / "copies"), restarts=1) as it:
+    async with rig(start_fleet, engines=2, copies=tmp_path / "copies", restarts=1) as it:
         await it.publish("0.0")
+        await it.copy()
         monkeypatch.setattr(copies_in_use, "LOOK_TIMEOUT_S", 0.3)
         exists, answers = Path.exists, threading.Event()
 

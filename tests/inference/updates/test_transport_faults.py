@@ -15,7 +15,6 @@ import anyio
 import pytest
 
 from asyncrl.errors import EngineError
-from asyncrl.weights.copies import Copies
 from tests.inference.conftest import StartFleet, eventually
 from tests.inference.transaction_rig import (
     BOUND_S,
@@ -170,25 +169,10 @@ async def test_the_trainer_raises_as_it_leaves_a_broken_group(start_fleet: Start
         await fail_trainer(r, "0.1", "leaving the weight transfer group")
 
 
-@pytest.mark.parametrize("how", ["raises", "cancelled"])
-@pytest.mark.parametrize("step", ["turn for the copy of the weights", 3, 7])
-async def test_a_copy_that_is_written_ahead_fails_before_anybody_is_paused(
-    start_fleet: StartFleet, tmp_path: Path, step: str | int, how: str
-) -> None:
-    async with rig(start_fleet, copies=Copies(tmp_path / "copies", ahead_bytes=0)) as r:
-        await r.publish("0.0")
-        pauses = [engine.calls.count("pause_generation") for engine in r.fleet.engines]
-        step_of_next = r.fleet.controller.statistics().updates_committed
-        await fail_trainer(r, "0.1", step, how)
-        # The publication that `fail_trainer` makes afterwards paused each of them once.
-        assert [engine.calls.count("pause_generation") - 1 for engine in r.fleet.engines] == pauses
-        assert r.fleet.controller.statistics().updates_committed == step_of_next + 1
-
-
 async def test_the_router_refuses_every_engine_and_what_is_committed_stays_so(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
-    async with rig(start_fleet, restarts=3, copies=Copies(tmp_path / "copies")) as r:
+    async with rig(start_fleet, restarts=3, copies=tmp_path / "copies") as r:
         r.fleet.router.faults.add(refuse("add_worker", 500, times=4))  # each engine is asked for twice
         with anyio.fail_after(BOUND_S):
             report = await r.publish("0.0")
@@ -207,7 +191,7 @@ async def test_a_router_that_refuses_for_good_ends_the_job_with_its_own_words(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError):  # the rig wants no failure
-        async with rig(start_fleet, engines=1, restarts=1, copies=Copies(tmp_path / "copies")) as r:
+        async with rig(start_fleet, engines=1, restarts=1, copies=tmp_path / "copies") as r:
             r.fleet.router.faults.add(refuse("add_worker", 500, message="no more", times=None))
             with anyio.fail_after(BOUND_S):
                 await r.publish("0.0")
@@ -215,11 +199,10 @@ async def test_a_router_that_refuses_for_good_ends_the_job_with_its_own_words(
                 await r.fleet.controller.prepare_rollout(0)
 
 
-@pytest.mark.parametrize("ahead_bytes", [0, 1 << 30], ids=["large weights", "small weights"])
 async def test_an_engine_that_is_started_again_gets_its_weights_without_a_publication(
-    start_fleet: StartFleet, tmp_path: Path, ahead_bytes: int
+    start_fleet: StartFleet, tmp_path: Path
 ) -> None:
-    async with rig(start_fleet, restarts=3, copies=Copies(tmp_path / "copies", ahead_bytes=ahead_bytes)) as r:
+    async with rig(start_fleet, restarts=3, copies=tmp_path / "copies") as r:
         await r.publish("0.0")
         for number in (1, 0):
             await r.fleet.host.kill(f"engine-{number}")
@@ -231,9 +214,10 @@ async def test_an_engine_that_is_started_again_gets_its_weights_without_a_public
 async def test_weights_that_are_published_again_come_with_a_copy_that_can_be_loaded(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:
-    async with rig(start_fleet, restarts=5, copies=Copies(tmp_path / "copies")) as r:
+    async with rig(start_fleet, restarts=5, copies=tmp_path / "copies") as r:
         await r.publish("0.0")
-        (damaged,) = r.fleet.controller.copies_in_use()
+        damaged = await r.copy()
+        assert damaged is not None
         (damaged / "model.safetensors").write_bytes(b"damaged")
         for number in (0, 1):
             await r.fleet.host.kill(f"engine-{number}")

@@ -22,10 +22,10 @@ from asyncrl.config import Config
 from asyncrl.errors import NonFiniteError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
-from asyncrl.training import train_group
 from asyncrl.training.ranks import ranks
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S
-from asyncrl.training.train_group import TrainGroup
+from asyncrl.training.train_group import Publishing, TrainGroup
+from asyncrl.weights.transfer import WeightSource
 from tests.training.worlds import SPECS, Fault, ScriptedBackend, die, hang, make_batch, raise_value_error, run_world
 
 Call = Callable[[TrainGroup], Awaitable[Any]]
@@ -245,7 +245,7 @@ def test_a_warning_of_another_rank_is_logged_by_rank_zero(tmp_path: Path) -> Non
 
 
 class Unclosable:
-    """A transport whose end fails."""
+    """A publisher whose end fails."""
 
     async def aclose(self) -> None:
         raise OSError("the directory is gone")
@@ -254,7 +254,7 @@ class Unclosable:
 def test_no_step_of_the_end_keeps_another_from_its_turn() -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
-        group._transport = Unclosable()  # type: ignore[assignment]
+        group._publisher = Unclosable()  # type: ignore[assignment]
 
         def cannot_leave() -> None:
             raise RuntimeError("NCCL is in a bad mood")
@@ -429,19 +429,52 @@ def test_a_batch_arrives_as_it_was_sent() -> None:
         assert torch.equal(batch.columns[h.name] if h.column else getattr(batch, h.name), tensor)
 
 
-@pytest.mark.anyio
-async def test_a_publication_waits_as_long_for_engines_that_start_as_they_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: dict[str, Any] = {}
+class Noting:
+    """A publisher that notes what it is asked for."""
 
-    async def noted(*parts: Any, **how: Any) -> None:
-        asked.update(how)
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.versions: list[str] = []
 
-    monkeypatch.setattr(train_group, "publish", noted)
-    config = Config.model_validate({"engine": {"start_timeout_s": 7200.0}})
-    there: Any = object()
-    async with anyio.create_task_group() as task_group:
-        group = TrainGroup(config, task_group=task_group, events=EventLog(None), fleet=there, transport=there)
-        await group.update_weights()
-    assert asked["begin_timeout_s"] > 7200.0 + config.router.start_timeout_s
+    async def publish(self, version: str) -> None:
+        self.versions.append(version)
+
+    async def aclose(self) -> None: ...
+
+
+def test_weights_are_published_under_the_version_that_the_run_gives_to_their_step() -> None:
+    async def scenario(_: TrainGroup, events: EventLog) -> Any:
+        publishers: list[Any] = []
+
+        def make_publisher(source: WeightSource) -> Any:
+            publishers.append(Noting(source))
+            return publishers[-1]
+
+        async with anyio.create_task_group() as task_group:
+            group = TrainGroup(
+                Config(),
+                task_group=task_group,
+                make_backend=ScriptedBackend,
+                events=events,
+                publishing=Publishing(make_publisher, version_of=lambda step: f"7.{step}"),
+            )
+            await group.init()
+            await group.update_weights()
+            await group.train(0, make_batch())
+            await group.update_weights()
+            await group.update_weights(4)
+            specs = publishers[0].source.payload.specs
+            await group.dispose()
+        return publishers[0].versions, [spec.name for spec in specs], events.attempt
+
+    versions, names, attempt = run_world(scenario, world_size=1).value
+    assert versions == ["7.0", "7.1", "7.5"] and attempt != 7
+    assert names == [spec.name for spec in SPECS]
+
+
+def test_a_trainer_without_engines_has_nobody_to_publish_to() -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        with pytest.raises(WeightUpdateError, match="this trainer was built without engines"):
+            await group.update_weights()
+
+    run_world(scenario, world_size=1)
