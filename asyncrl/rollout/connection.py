@@ -129,7 +129,7 @@ class Connection:
 
 
 class Connections:
-    """Opens connections in one task group, and closes each of them once nobody needs it."""
+    """Opens connections in one task group, and closes each of them when it is retired."""
 
     def __init__(
         self, config: Config, scorer: Scorer, task_group: TaskGroup, *, tokenizer: PolicyTokenizer, events: EventLog

@@ -63,7 +63,7 @@ class Evaluator:
         """Evaluations by rollout id: no id of a request is used twice."""
 
     def set_fleet(self, info: EvalFleetInfo | None) -> None:
-        """Evaluations go through the router of `info` from now on; None: through that of the training engines."""
+        """Evaluations go through the router of `info` from now on; None: through the training engines' router."""
         before = self._asked
         if info is None:
             self._asked = self._shared

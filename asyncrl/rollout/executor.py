@@ -47,6 +47,7 @@ from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.handover import Handover, in_thread
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.rollout.requests.generate_client import ClientStatistics
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.rollout.rewards.registry import resolve_reward
@@ -58,12 +59,30 @@ from asyncrl.rollout.scheduling.admission import Limits
 from asyncrl.rollout.scheduling.collection import FirstBatchCheck
 from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.rollout.scheduling.filters import Filters
-from asyncrl.rollout.scheduling.group import Issue
+from asyncrl.rollout.scheduling.group import GroupState, Issue
 from asyncrl.rollout.scheduling.ledger import Ledger, Reached
 from asyncrl.rollout.scheduling.production import Production
-from asyncrl.rollout.statistics import ExecutorStatistics
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatistics:
+    """A snapshot of what an executor has done."""
+
+    groups: Mapping[GroupState, int]
+    """Groups by state, over the whole attempt."""
+    drop_reasons: Mapping[str, int]
+    client: ClientStatistics
+    aborted_requests: int
+    """Requests that were ended in their engines because no sample needed them any more."""
+    concurrency: int
+    """Most requests in flight, as of now."""
+    engines_paused_s: float
+    """Seconds in which the deadlines of requests stood still."""
+    reward_failures: Mapping[str, int]
+    dropped_overlong: int
+    """Prompts left out of the data because they leave no room for a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +213,7 @@ class RolloutExecutor:
         self._started.handover.commit(rollout_id, trainer)
 
     def settle(self, step: int, trainer: str = TRAINER) -> None:
-        """The job ends, and `trainer` has trained the batches before that of `step`: a later one is taken back.
+        """The job ends, and `trainer` has trained the steps before `step`: a later batch is taken back.
 
         `save` returns the groups of that batch, to be generated again; the batch trained last is committed.
         """
@@ -234,7 +253,7 @@ class RolloutExecutor:
         return await self._started.evaluator.run(rollout_id)
 
     def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
-        """Evaluations go through the router of `info` from now on; None: through that of the training engines."""
+        """Evaluations go through the router of `info` from now on; None: through the training engines' router."""
         self._started.evaluator.set_fleet(info)
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
@@ -281,7 +300,10 @@ class RolloutExecutor:
         )
 
     async def dispose(self) -> None:
-        """Ends what is being gathered or waits to be committed, the reward workers and the connections. Idempotent."""
+        """Ends generation, the reward workers and the connections; batches that are not committed are dropped.
+
+        Idempotent.
+        """
         self._ledger.drop_delivered("the job ended before they were trained")
         if self._parts is not None:
             self._parts.handover.end()

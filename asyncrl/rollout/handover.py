@@ -88,7 +88,7 @@ class Handover:
         self._trained(rollout_id, self._deliveries.commit(rollout_id, trainer))
 
     def settle(self, step: int, trainer: str) -> None:
-        """The job ends, and `trainer` has trained the batches before that of `step`; see `Deliveries.settle`."""
+        """The job ends, and `trainer` has trained the steps before `step`; see `Deliveries.settle`."""
         self._trained(step - 1, self._deliveries.settle(step, trainer))
 
     def check_all_committed(self) -> None:
@@ -126,7 +126,7 @@ class Handover:
         return batch
 
     def _trained(self, rollout_id: int, groups: Sequence[Group] | None) -> None:
-        """`groups` are those of a batch that its last trainer committed; None where others still train it."""
+        """The last trainer committed a batch of these groups; None: other trainers still train it."""
         if groups is not None:
             self._ledger.train(rollout_id, groups)
 

@@ -40,7 +40,7 @@ def eval_sampling(config: Config, training: SamplingParams) -> SamplingParams:
 
 
 def context_limit(config: Config, tokenizer: PolicyTokenizer) -> int:
-    """Longest prompt + response in tokens: the model's, or what configuration and KV pool leave of it."""
+    """Longest prompt + response in tokens: the least of what model, configuration and KV pool allow."""
     return min(
         config.model.context_length or tokenizer.context_length,
         config.engine.max_total_tokens or tokenizer.context_length,

@@ -49,7 +49,7 @@ class AbortProgress:
     engines: int = 0
     """Engines that the router knows."""
     heard: int = 0
-    """Engines that took all of it."""
+    """Engines that took all ids."""
 
 
 class _Worker(msgspec.Struct):

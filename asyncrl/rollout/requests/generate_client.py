@@ -291,7 +291,7 @@ class GenerateClient:
         return self._made_by(generation, sent_under)
 
     def _made_by(self, generation: Generation, sent_under: str | None) -> Generation:
-        """With the weights that made each token; AttemptFailed where nobody published them."""
+        """With the weights that made each token; AttemptFailed for weights that were not published."""
         if self._by_step:
             for span in generation.versions:
                 if step_of(span.version) is None:

@@ -46,7 +46,7 @@ _START_TIMEOUT_S = 120.0  # imports of the user's module, on a machine where eng
 _END_TIMEOUT_S = 30.0
 _EXIT_S = 5.0  # from the end of a worker's socket to its exit, with the dump of its memory and the host's report
 _STARTS = 3  # tries to replace a worker before the run is given up
-_PAUSE_S = 1.0  # times the starts that failed: what is short (processes, descriptors, memory) may be free again
+_PAUSE_S = 1.0  # times the starts that failed: processes, descriptors or memory that are short may be free again
 
 
 class ProcessHost(Protocol):

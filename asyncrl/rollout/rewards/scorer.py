@@ -119,7 +119,7 @@ class Scorer:
         try:
             return self._function.judge(await self._function(samples, prompt), len(samples))
         except anyio.get_cancelled_exc_class():
-            await anyio.lowlevel.checkpoint_if_cancelled()  # raises when it is we who are cancelled, or out of time
+            await anyio.lowlevel.checkpoint_if_cancelled()  # raises when this call itself is cancelled, or out of time
             return failed(len(samples), "the reward function awaited something that was cancelled")
         except (Exception, SystemExit) as error:  # as above
             return failed(len(samples), describe_exception(error))

@@ -1,4 +1,4 @@
-"""The driver's end of the socket to a reward worker: frames, and who may connect."""
+"""The driver's end of the socket to a reward worker: frames, and a check of the peer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Garbled(Exception):
 
 
 class WorkerConnection:
-    """Frames over the worker's socket; WorkerDied when it closes, Garbled for what is no frame."""
+    """Frames over the worker's socket. WorkerDied: it closed; Garbled: the worker sent something else than frames."""
 
     def __init__(self, stream: SocketStream) -> None:
         self._stream = stream

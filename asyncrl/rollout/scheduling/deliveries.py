@@ -84,10 +84,10 @@ class Deliveries:
         return self._open.pop(rollout_id).groups
 
     def settle(self, step: int, trainer: str = TRAINER) -> tuple[Group, ...] | None:
-        """The job ends, and `trainer` has trained the batches before that of `step`: none stays open for it.
+        """The job ends, and `trainer` has trained the batches of the steps before `step`: none stays open for it.
 
-        Commits the batch before `step`, where `trainer` has not done that; returns what `commit` returns. Forgets the
-        batches from `step` on that no other trainer got: their groups stay delivered in the ledger, and untrained.
+        Commits the batch of the step before, where `trainer` has not done that; returns what `commit` returns. Forgets
+        the batches from `step` on that no other trainer got: their groups stay delivered in the ledger, and untrained.
         """
         self._check_known(trainer)
         last = self._open.get(step - 1)

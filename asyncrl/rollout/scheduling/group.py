@@ -1,4 +1,4 @@
-"""A prompt group: one record that holds all that the driver knows of it, from admission to its end. Pure.
+"""A prompt group: one record of everything that the driver knows about it, from admission to its end. Pure.
 
 Invariant: only the ledger (`ledger.py`) changes `state`, `deadline` and `result`; every other module reads them.
 """

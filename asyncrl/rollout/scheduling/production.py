@@ -113,7 +113,7 @@ class Production:
             self._ended.set()
 
     async def aclose(self) -> None:
-        """Ends what is being generated; groups that no batch took are dropped. Idempotent."""
+        """Ends generation; groups that no batch took are dropped. Idempotent."""
         self._closed = True
         self._changes.notify()
         if self._serving:
