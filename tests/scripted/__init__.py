@@ -1,10 +1,19 @@
-"""Scripted engines, a scripted router and a scripted host: what the fault and scale tests run against.
+"""Scripted engines, a scripted router and a scripted host, for the fault tests and scale tests.
 
-A scripted engine speaks the engine's HTTP API with real sockets, holds real tensors, joins real gloo groups, and keeps
-the real engine's order of locks; only its tokens are made up. Faults are data (`Fault`), set for the nth call of an
-endpoint. The pieces: `faults` (what goes wrong, when), `server` (a process's life on a port), `generation` (requests,
-pauses, versions), `weights` (tensors, groups), `engine` (the endpoints), `router`, `host`, `answers` (an engine of
-which only the answers to requests matter), and `python -m tests.scripted` for engines in a process of their own.
+A scripted engine speaks the engine's HTTP API over real sockets, holds real tensors, joins real gloo groups, and takes
+locks in the same order as the real engine. Only its tokens are made up. Faults are data (`Fault`), set for the nth call
+of an endpoint.
+
+- `faults`: what goes wrong at which call
+- `server`: the life of a process on a port
+- `generation`: requests, pauses, versions
+- `weights`: tensors, groups
+- `scheduler`: one call at a time
+- `engine_core`: the engine behind its endpoints
+- `engine`: the endpoints
+- `router`, `host`: the other processes
+- `answers`: a simpler engine, for tests that only need its answers to requests
+- `python -m tests.scripted`: engines in a process of their own
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Scripted engines in a process of their own, which can really be killed or stopped.
+"""Scripted engines in a process of their own, which a test can really kill or stop.
 
     python -m tests.scripted --count 3 --token-s 0.01 --seed 7
 
-prints one line, a JSON list of urls, once all of them listen, and serves until it is ended. Faults are set by
-POST /scripted/faults {"faults": [{"endpoint": "generate", "kind": "status", "status": 503}]} on an engine's own url
-(it replaces the faults before; they start with a `--faults` of the same form); GET /scripted/state tells what it is.
+Once all engines listen, it prints one line, a JSON list of their URLs. It serves until it is killed. To set the faults
+of an engine, post to its URL:
+
+    POST /scripted/faults {"faults": [{"endpoint": "generate", "kind": "status", "status": 503}]}
+
+That replaces its faults so far; `--faults` sets the first ones for all engines. GET /scripted/state returns its state.
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ from tests.scripted.generation import Latency
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="tests.scripted")
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="of the first; the others follow. 0: free ones")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port of the first engine; the others follow. 0: free ports"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--prefill-s", type=float, default=0.0)
@@ -37,11 +43,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--mean-tokens", type=float, default=None)
     parser.add_argument("--vocab-size", type=int, default=1 << 20)
     parser.add_argument("--slots", type=int, default=128)
-    parser.add_argument("--faults", default="[]", help="JSON list, for every engine")
+    parser.add_argument("--faults", default="[]", help="JSON list of faults for every engine")
     return parser.parse_args(argv)
 
 
 async def serve(options: argparse.Namespace, *, task_status: anyio.abc.TaskStatus[list[str]]) -> None:
+    """Runs the engines; its start value is their URLs."""
     latency = Latency(options.prefill_s, options.token_s, options.spread, options.mean_tokens)
     faults: list[Any] = json.loads(options.faults)
     engines = [
@@ -59,6 +66,7 @@ async def serve(options: argparse.Namespace, *, task_status: anyio.abc.TaskStatu
 
 
 async def main(argv: list[str]) -> None:
+    """Runs the engines that `argv` asks for, and prints their URLs."""
     torch.set_num_threads(1)
     async with anyio.create_task_group() as task_group:
         urls = await task_group.start(partial(serve, parse(argv)))

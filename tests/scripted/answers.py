@@ -1,9 +1,8 @@
-"""An engine that answers /generate as a test says, request by request, and nothing else.
+"""An engine that answers each /generate request as a test says, for tests of the client and the executor.
 
-For what lies in front of engines (client, executor, resuming). Tests set `script`, which is asked before each answer
-what to do with a request, and read `requests` afterwards. Weight versions are a plain attribute. How answers go wrong
-on the wire is the server's business, as for every scripted process. It stands for the router too, which knows one
-engine: itself.
+A test sets `script`, a function that decides the answer to each request, and reads `requests` afterwards. The weight
+version is a plain attribute. `server` makes answers fail on the wire, as for every scripted process. The engine also
+plays the router in front of itself.
 """
 
 from __future__ import annotations
@@ -22,40 +21,45 @@ from tests.scripted.faults import Fault
 from tests.scripted.server import Handler, ScriptedServer, answer
 
 AnswerFault = Literal["status", "hang", "drop", "truncate", "garbage", "abort", "refuse"]
+"""What may go wrong with an answer. `hang`: it waits until an abort or `released`. `abort` and `refuse`: see `_ENDS`.
+The others are kinds of `Fault`."""
 
 _ENDS: dict[AnswerFault, dict[str, Any]] = {
     "abort": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
     "refuse": {"type": "abort", "message": "Input too long", "status_code": 400, "err_type": "BadRequestError"},
 }
-"""Faults that an answer of status 200 tells."""
+"""Finish reasons of the faults that come in an answer of status 200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do with one request; the default answers `output_ids` at once."""
+    """What the engine does with one request. By default it answers `output_ids` at once."""
 
     output_ids: tuple[int, ...] = (1, 2, 3)
     text: str = "yes"
     logprobs: tuple[float | None, ...] | None = None
+    """None: -0.5 for each token."""
     finish: str = "stop"
+    """Finish reason of an answer without a fault."""
     latency_s: float = 0.0
+    """Time until the answer."""
     fault: AnswerFault | None = None
     status: int = 500
-    """For the fault `status`."""
+    """HTTP status of the fault `status`."""
     message: str = "scripted"
-    """For the fault `status`."""
+    """Message of the fault `status`."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """For the fault `status`."""
+    """Further headers of an answer with the fault `status`."""
     versions: tuple[tuple[str, int, int], ...] | None = None
-    """None: all tokens by the engine's current version."""
+    """(version, start, end) of each span; None: the engine's current version made all tokens."""
 
 
 Script = Callable[[dict[str, Any], int], Action]
-"""From the request's body and its number since the start."""
+"""Decides what to do with a request, from its body and its number since the start."""
 
 
 class AnsweringEngine(ScriptedServer):
-    """`url` is set while it runs."""
+    """An engine that follows a script; `url` is set while it runs."""
 
     ends_with_client = True
 
@@ -63,30 +67,35 @@ class AnsweringEngine(ScriptedServer):
         super().__init__()
         self.script: Script = script or (lambda request, number: Action())
         self.version = "0.1"
+        """Weight version that it stamps on tokens."""
         self.requests: list[dict[str, Any]] = []
+        """Bodies of all requests, in order."""
         self.in_flight = 0
+        """Requests without an answer so far."""
         self.most_in_flight = 0
+        """Largest value of `in_flight` so far."""
         self.disconnected = 0
-        """Requests whose client went away before the answer."""
+        """Number of requests whose client left before the answer."""
         self.released = anyio.Event()
-        """Set it to let hanging requests go."""
+        """A test sets it to let all hanging requests be answered."""
         self.routing_keys: list[str] = []
-        """Of each request; empty for none."""
+        """Routing key of each request; empty if the request had none."""
         self.aborts: list[str] = []
-        """Ids that it was told to abort."""
+        """Ids in the abort requests that it got."""
         self.load = (0, 0, 0.0)
-        """What /v1/loads says: requests that run, that wait, and the fraction of the KV pool in use."""
+        """Answer to /v1/loads: running requests, waiting requests, fraction of the KV pool in use."""
         self._hanging: dict[str, anyio.Event] = {}
-        """By id: what an abort sets."""
+        """By request id, the event that an abort sets."""
         self._changes = Changes()
 
     async def until(self, condition: Callable[[AnsweringEngine], bool]) -> None:
-        """Waits until `condition` holds, looking whenever a request comes or goes."""
+        """Waits until `condition` holds; looks whenever a request arrives or ends."""
         with anyio.fail_after(10):
             while not condition(self):
                 await self._changes.wait()
 
     def handlers(self) -> dict[str, Handler]:
+        """The few endpoints that a client and an executor need."""
         return {
             "generate": self._generate,
             "abort_request": self._abort,
@@ -95,12 +104,12 @@ class AnsweringEngine(ScriptedServer):
         }
 
     def abort_all(self) -> None:
-        """What hangs ends with finish reason `abort`."""
+        """Ends all hanging requests with finish reason `abort`."""
         for event in self._hanging.values():
             event.set()
 
     async def _abort(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        """Whose id is known is aborted, and all whose ids begin with it."""
+        """If the id is that of a hanging request, aborts all hanging requests whose ids begin with it."""
         rid = body["rid"]
         self.aborts.append(rid)
         for known, event in self._hanging.items():
@@ -118,7 +127,7 @@ class AnsweringEngine(ScriptedServer):
         return answer(loads=[load])
 
     async def _hang(self, rid: str, action: Action) -> Action:
-        """Until it is let go, or aborted."""
+        """Waits until the request is released or aborted; returns the action that then follows."""
         aborted = self._hanging[rid] = anyio.Event()
         try:
             await first_of(aborted.wait, self.released.wait)
@@ -180,7 +189,7 @@ class AnsweringEngine(ScriptedServer):
 
 @asynccontextmanager
 async def scripted_engine(script: Script | None = None, port: int = 0) -> AsyncIterator[AnsweringEngine]:
-    """A running engine on loopback, on a free port unless told."""
+    """Runs an engine on loopback, by default on a free port, while the context is entered."""
     engine = AnsweringEngine(script)
     async with engine.serving(port):
         try:

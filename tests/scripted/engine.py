@@ -1,116 +1,35 @@
-"""A scripted engine: the endpoints of the engine's API over held tensors and made-up tokens.
+"""A scripted engine: the endpoints of the engine's API, over real tensors and made-up tokens.
 
 Invariants, as measured on the real engine
-- The scheduler does one thing at a time: a blocked receive blocks every call that needs it, generation included.
-- A weight call on a paused engine holds what pause and continue need, so a hung one blocks those; on an engine that is
-  not paused it waits for every running request first.
-- /ping and /model_info are answered by the HTTP server alone, whatever the scheduler does.
-- What kills the real engine kills this one: memory endpoints on a CPU or a busy engine, ids outside the vocabulary.
+- The HTTP server alone answers /ping and /model_info, whatever the scheduler does.
+- The calls that kill the real engine kill this one: memory calls on a CPU or a busy engine, ids outside the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import anyio
 import msgspec
 from aiohttp import web
-from torch import Tensor
 
+from tests.scripted.engine_core import EngineCore
 from tests.scripted.faults import Fault
-from tests.scripted.generation import Generation, Latency, OutOfVocabulary, PauseMode, Rejected
-from tests.scripted.scheduler import Scheduler
-from tests.scripted.server import Handler, ScriptedServer, answer, error
-from tests.scripted.weights import HeldWeights, Refused, default_tensors
+from tests.scripted.generation import OutOfVocabulary, PauseMode, Rejected
+from tests.scripted.server import Handler, answer, error
+from tests.scripted.weights import Refused
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+"""Kinds of memory that the engine releases and takes back."""
 HEALTH_TIMEOUT_S = 20.0
-SIGQUIT = -3
-"""How the engine's processes end when one of its schedulers has died."""
+"""Time after which /health_generate answers 503."""
 
 
-class ScriptedEngine(ScriptedServer):
-    """One engine; its memory is as new in each life, the rest of its attributes belong to the test."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor] | None = None,
-        *,
-        tensor_parallel: int = 1,
-        latency: Latency = Latency(),  # noqa: B008 - frozen
-        device: Literal["cpu", "cuda"] = "cpu",
-        slots: int = 128,
-        vocab_size: int = 1 << 20,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
-        self.base = dict(default_tensors() if tensors is None else tensors)
-        """What it loads at its start; it knows these names only."""
-        self.tensor_parallel = tensor_parallel
-        self.data_parallel = 1
-        """What /server_info says; nothing else is different."""
-        self.latency = latency
-        self.device = device
-        self.slots = slots
-        self.vocab_size = vocab_size
-        self.context_length = 1 << 20
-        self.initial_model_path = "/models/base"
-        self.seed = seed
-        self.health_generates = False
-        """Whether /health is a generation; the job's engines are started without that."""
-        self.fresh_memory()
-
-    def fresh_memory(self) -> None:
-        self.weights = HeldWeights(self.base, self.tensor_parallel)
-        self.generation = Generation(
-            lambda: self.weights.digest,
-            latency=self.latency,
-            slots=self.slots,
-            vocab_size=self.vocab_size,
-            context=self.context_length,
-            seed=self.seed + self.lives,
-        )
-        self.model_path = self.initial_model_path
-        self.offloaded: set[str] = set()
-        self.memory_calls: list[tuple[str, tuple[str, ...]]] = []
-        """("release" | "resume", tags) in order."""
-        self.updates: list[dict[str, Any]] = []
-        """Bodies of the weight transfers that took effect, without payload."""
-        self._pause_lock = anyio.Lock()
-        self._scheduler = Scheduler()
-
-    def forget(self) -> None:
-        self.weights.groups.clear()  # its connections close
-
-    def script(self, *faults: Fault) -> None:
-        self.faults.add(*faults)
-
-    # what it is now
-
-    @property
-    def version(self) -> str:
-        return self.generation.version
-
-    @property
-    def paused(self) -> bool:
-        return self.generation.paused is not None
-
-    @property
-    def session(self) -> bool:
-        """Whether an update session is open."""
-        return self.weights.session
-
-    def freeze(self) -> None:
-        """The scheduler stands still; the HTTP server goes on answering what it can answer alone."""
-        self._scheduler.freeze()
-
-    def thaw(self) -> None:
-        self._scheduler.thaw()
-
-    # endpoints
+class ScriptedEngine(EngineCore):
+    """One engine with all of its endpoints."""
 
     def handlers(self) -> dict[str, Handler]:
+        """All endpoints of the engine that the job uses, and two for scripts from another process."""
         return {
             "ping": self._ok,
             "ready": self._ready,
@@ -147,9 +66,9 @@ class ScriptedEngine(ScriptedServer):
         return web.Response(status=503 if self.paused else 200)
 
     async def _health_generate(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        """Tokens of any request will do; without one, a generation. Not answered while paused or stuck, then 503.
+        """Answers once the engine makes tokens: of a running request, or of a probe if none is running.
 
-        (The real engine looks once a second, this one at once.)
+        While it is paused or stuck there is no answer, and then a 503. (The real engine looks once a second.)
         """
         with anyio.move_on_after(HEALTH_TIMEOUT_S):
             if self.paused or not self.generation.running:
@@ -277,7 +196,7 @@ class ScriptedEngine(ScriptedServer):
             try:
                 self.weights.load_handles(body["serialized_named_tensors"])
             except Refused:
-                await self._crash()  # nothing catches it there
+                await self._crash()  # the real engine does not catch this error
             return self._updated(body, "Success")
 
         return await self._weight_call(take)
@@ -321,10 +240,10 @@ class ScriptedEngine(ScriptedServer):
             self.memory_calls.append(("resume", tags))
             self.offloaded -= set(tags)
             if "weights" in tags:
-                self.weights.reset()  # there is no copy in host memory
+                self.weights.reset()  # the engine keeps no copy in host memory
         return web.Response(text="null", content_type="application/json")
 
-    # the script, for engines in another process
+    # endpoints of the script, for engines in another process
 
     async def _set_faults(self, body: dict[str, Any], http: web.Request) -> web.Response:
         self.faults.clear()
@@ -342,40 +261,6 @@ class ScriptedEngine(ScriptedServer):
             waiting=self.generation.waiting,
             calls=self.calls,
         )
-
-    # how the engine does things
-
-    async def _weight_call(self, call: Callable[[], Awaitable[str]]) -> web.Response:
-        try:
-            if self.paused:
-                async with self._pause_lock, self._scheduler.turn():
-                    message = await call()
-            else:
-                await self.generation.wait_idle()
-                async with self._scheduler.turn():
-                    message = await call()
-        except Refused as refusal:
-            return answer(400, success=False, message=str(refusal))
-        return answer(success=True, message=message)
-
-    def _require_session(self, endpoint: str) -> None:
-        if not self.weights.session:
-            raise Refused(f"{endpoint} must run between begin_weight_update() and end_weight_update()")
-
-    def _updated(self, body: Mapping[str, Any], message: str) -> str:
-        self.updates.append({key: value for key, value in body.items() if key != "serialized_named_tensors"})
-        if body.get("weight_version") is not None:
-            self.generation.stamp(body["weight_version"])
-        if body.get("flush_cache", True) and not self.generation.flush():
-            raise Refused(
-                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
-                "Retract or finish them, then call /flush_cache."
-            )
-        return message
-
-    async def _crash(self) -> None:
-        self.kill(SIGQUIT)
-        await anyio.sleep_forever()
 
 
 def _gone(http: web.Request) -> bool:

@@ -1,16 +1,16 @@
-"""Requests of a scripted engine: slots, pauses, versions, aborts, the prefix cache. Tokens are made up, times chosen.
+"""Requests of a scripted engine: slots, pauses, versions, aborts, the prefix cache. Tokens and times are made up.
 
 Invariants
-- What is generated at temperature 0 is a function of the weights' digest and the tokens before; log-probs always are.
-- A pause with `retract` keeps a request's tokens and gives its slot away; `in_place` keeps both, and one token on its
-  way, which is stamped when it is there; `abort` ends it.
-- A request that arrives during a pause waits in front of the scheduler. An abort of its id has no effect there, and is
-  used up: nothing else ends it before its time, that its client left included.
-- Who is to be aborted must be known by its whole id; all whose ids begin with it go with it.
-- A token belongs to the version that was stamped when its segment began; a change of the stamp begins a new one.
-- KV that is older than the weights shows: cached prefixes and requests paused in place give other log-probs.
+- At temperature 0, a token depends on the weights' digest and the tokens before it alone. Log-probs always do.
+- A pause with `retract` keeps a request's tokens and frees its slot. A pause `in_place` keeps both, and one token in
+  flight, which gets its stamp when it arrives. A pause with `abort` ends the request.
+- A request that arrives during a pause waits in front of the scheduler. An abort of its id has no effect there, and the
+  engine accepts no second one: then nothing ends the request early, not even a client that leaves.
+- An abort needs the whole id of a known request. It also ends all requests whose ids begin with that id.
+- A token gets the version that was stamped when its segment began. A new stamp begins a new segment.
+- KV that is older than the weights is visible: cached prefixes and requests paused in place give other log-probs.
 
-A request costs one timer for each segment, not one for each token, so a process can play hundreds of engines.
+A request costs one timer per segment, not one per token, so one process can play hundreds of engines.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ import anyio
 from asyncrl.tasks import Changes
 
 PauseMode = Literal["abort", "retract", "in_place"]
+"""What a pause does with running requests."""
 _DISCONNECT_POLL_S = 1.0
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
 class Rejected(Exception):
-    """The engine answers 400 with this message."""
+    """The request is invalid: the engine answers 400 with this message."""
 
 
 class OutOfVocabulary(Exception):
-    """On CPU the scheduler dies of it."""
+    """An id is outside the vocabulary. On a CPU, the real scheduler dies of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long generation takes; zero is at once."""
+    """Duration of generation; by default it takes no time."""
 
     prefill_s: float = 0.0
+    """Time for a prompt."""
     token_s: float = 0.0
+    """Median time for a token."""
     spread: float = 0.0
     """Sigma of the log-normal factor (median 1) that each request draws for its time per token."""
     mean_tokens: float | None = None
-    """Mean length of an answer that may stop (long-tailed); None: every answer is as long as allowed."""
+    """Mean length of answers with a long-tailed distribution; None: each answer is as long as its request allows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,37 +59,47 @@ class _Request:
     rid: str
     prompt: tuple[int, ...]
     limit: int
+    """Tokens after which it ends."""
     stops: bool
-    """Ends with the stop token rather than at the limit."""
+    """True if it ends with the stop token and not because of max_new_tokens."""
     temperature: float
     token_s: float
+    """Time for each of its tokens."""
     extra_key: str
+    """Part of the key of its prefix in the cache."""
     with_prompt: bool
-    """Log-probs of the prompt were asked for, which the prefix cache does not serve."""
+    """True if the request asks for log-probs of the prompt, which the prefix cache does not have."""
     debt_s: float
-    """Time to be spent before the next token."""
+    """Time that must pass before the next token."""
     chain: int
+    """Hash of all its tokens so far."""
     kv: int | None = None
-    """Digest of the weights that made its KV; None: none yet."""
+    """Digest of the weights that made its KV; None before the prefill."""
     cached: int = 0
+    """Prompt tokens that came from the prefix cache."""
     retractions: int = 0
+    """Number of times that it lost its slot."""
     aborted: bool = False
+    """True once an abort has taken effect."""
     abort_sent: bool = False
+    """True once an abort named its id, with or without effect."""
     running: bool = False
+    """True while it has a slot."""
     since: float = 0.0
-    """Start of the segment that it generates now, by the clock of the event loop."""
-    on_its_way: tuple[str, int] | None = None
-    """Version and digest of the weights of a token that is on its way."""
+    """Start of its current segment, by the clock of the event loop."""
+    in_flight: tuple[str, int] | None = None
+    """Version and digest of the weights of a token in flight during a pause in place."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
-    """(version, end)."""
+    """(version, end) of each span of tokens."""
     makers: list[str] = field(default_factory=list)
-    """Version of the weights that really made each token."""
+    """Version of the weights that really made each token; its stamp may be another."""
     wake: Changes = field(default_factory=Changes)
 
     @property
     def done(self) -> bool:
+        """True if it gets no more tokens."""
         return self.aborted or len(self.tokens) >= self.limit
 
 
@@ -97,7 +110,9 @@ class Generation:
         self, digest: Callable[[], int], *, latency: Latency, slots: int, vocab_size: int, context: int, seed: int
     ) -> None:
         self.version = "default"
+        """Stamp for tokens."""
         self.paused: PauseMode | None = None
+        """Mode of the current pause; None while it generates."""
         self._digest = digest
         self._latency = latency
         self._slots = slots
@@ -107,23 +122,26 @@ class Generation:
         self._live: dict[str, _Request] = {}
         """Requests that the scheduler knows, oldest first."""
         self._known: dict[str, _Request] = {}
-        """Those, and those that wait in front of it."""
+        """Requests that the scheduler knows, and requests that wait in front of it."""
         self.makers: dict[str, list[str]] = {}
-        """By id, of requests that ended: the version of the weights that really made each token."""
+        """By id of a request that has ended, the version of the weights that really made each token."""
         self._changes = Changes()
         self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
+        """By extra key and prompt, the digest of the weights that made the cached KV."""
 
     @property
     def running(self) -> int:
+        """Number of requests that have a slot."""
         return sum(request.running for request in self._live.values())
 
     @property
     def waiting(self) -> int:
+        """Number of requests without a slot."""
         return len(self._known) - self.running
 
     @property
     def half_done(self) -> int:
-        """Running requests that have a token by now, and lack one."""
+        """Number of running requests that have at least one token by now and need at least one more."""
         now, found = anyio.current_time(), 0
         for request in self._live.values():
             if request.running and request.kv is not None and request.token_s:
@@ -132,10 +150,12 @@ class Generation:
         return found
 
     def stamp(self, version: str) -> None:
+        """Stamps later tokens with `version`."""
         self.version = version
         self._wake()
 
     async def pause(self, mode: PauseMode) -> None:
+        """Pauses generation; with `abort`, returns once no request is left."""
         self.paused = mode
         if mode == "retract":
             for request in self._live.values():
@@ -145,7 +165,7 @@ class Generation:
         if mode == "in_place":
             for request in self._live.values():
                 if request.running and request.kv is not None:
-                    request.on_its_way = (self.version, self._digest())
+                    request.in_flight = (self.version, self._digest())
         if mode == "abort":
             self.abort("", everything=True)
         self._wake()
@@ -153,11 +173,15 @@ class Generation:
             await self._changes.wait()
 
     def go_on(self) -> None:
+        """Ends the pause."""
         self.paused = None
         self._wake()
 
     def abort(self, rid: str, *, everything: bool = False) -> None:
-        """Ends the request `rid`, and all whose ids begin with it; a queued one needs no continue for it."""
+        """Ends all requests whose ids begin with `rid`, if a request `rid` is known; or ends `everything`.
+
+        A request that the scheduler knows ends during a pause, too.
+        """
         if not everything:
             known = self._known.get(rid)
             if known is None or known.abort_sent:
@@ -169,24 +193,28 @@ class Generation:
         self._wake()
 
     def finish(self) -> None:
-        """Every request that the scheduler knows ends now, as if what it has (at least a token) was all it may have."""
+        """Ends every request that the scheduler knows, as if its limit were the tokens it has now (at least one)."""
         for request in self._live.values():
             request.limit = max(1, len(request.tokens))
         self._wake()
 
     def flush(self) -> bool:
-        """Empties the prefix cache unless something runs (or, when not paused, waits)."""
+        """Empties the prefix cache; returns False, with no effect, if a request runs or (when not paused) waits."""
         if self.running or (self.paused is None and self._live):
             return False
         self.cache.clear()
         return True
 
     async def wait_idle(self) -> None:
+        """Returns once the scheduler knows no request."""
         while self._live:
             await self._changes.wait()
 
     async def generate(self, body: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:
-        """One answer of /generate. Raises Rejected, OutOfVocabulary; `gone` tells that the client has left."""
+        """Returns the answer to a /generate request; `gone` tells whether the client has left.
+
+        Raises Rejected for an invalid request, and OutOfVocabulary for an id outside the vocabulary.
+        """
         request = self._new(body)
         self._known[request.rid] = request
         try:
@@ -240,15 +268,15 @@ class Generation:
         )
 
     async def _segment(self, request: _Request) -> None:
-        """Tokens until something changes, or until the last."""
+        """Generates until something changes or the request is done."""
         if not request.running or self.paused is not None:
             with anyio.move_on_after(_DISCONNECT_POLL_S):
                 await request.wake.wait()
             return
         if request.kv is None:
             self._prefill(request)
-        if request.on_its_way is not None:
-            (maker, digest), request.on_its_way = request.on_its_way, None
+        if request.in_flight is not None:
+            (maker, digest), request.in_flight = request.in_flight, None
             self._emit(request, min(1, request.limit - len(request.tokens)), self.version, digest, maker)
         version, digest, request.since = self.version, self._digest(), anyio.current_time()
         left = request.limit - len(request.tokens)

@@ -1,9 +1,9 @@
-"""A scripted engine host: `spawn` starts the scripted engine or router of that name on host and port in argv.
+"""A scripted engine host: `spawn` starts the scripted engine or router of that name, on the host and port in argv.
 
-Invariants, as of the real host
-- A name can be spawned again once its process has ended: fresh memory, new pid, the port in the new argv.
-- Every exit is told to whoever waits, also afterwards, until the name is used again.
-- When the host dies, its processes die with it and every call raises EngineError.
+Invariants, as for the real host
+- A name can be spawned again once its process has ended, with fresh memory, a new pid and the port in the new argv.
+- `wait` returns the exit of a process, also after it ended, until the name is used again.
+- When the host dies, its processes die with it, and every call raises EngineError.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class _Process:
 
 
 class ScriptedHost:
-    """Enter it before anything is spawned; leaving it ends every process."""
+    """Enter it before the first spawn. Leaving it ends every process."""
 
     def __init__(self, engines: Mapping[str, ScriptedEngine], router: ScriptedRouter) -> None:
         self.servers: dict[str, ScriptedServer] = {**engines, "router": router}
-        """Process name → what is started under it; may be added to and changed between spawns."""
+        """Process name → the server to start under it. A test may change it between spawns."""
         self.specs: dict[str, ProcessSpec] = {}
-        """Of the newest process of each name."""
+        """Process name → spec of the newest process."""
         self.spawned: list[str] = []
         """Names in the order of their spawns."""
         self.dead = False
+        """True once the host has died."""
         self._processes: dict[str, _Process] = {}
         self._tasks = anyio.create_task_group()
 
@@ -57,6 +58,7 @@ class ScriptedHost:
         return await self._tasks.__aexit__(kind, error, tb)
 
     async def spawn(self, spec: ProcessSpec) -> int:
+        """Starts the process; returns its pid. Raises EngineError if a process of this name is alive."""
         self._check_alive()
         known = self._processes.get(spec.name)
         if known is not None and not known.ended.is_set():
@@ -67,23 +69,27 @@ class ScriptedHost:
         host, port = (spec.argv[spec.argv.index(flag) + 1] for flag in ("--host", "--port"))
         await self._tasks.start(self._run, spec.name, host, int(port), process)
         process.pid = process.server.pid
-        if self.dead:  # it died meanwhile
+        if self.dead:  # the host died meanwhile
             process.server.kill()
         self._check_alive()
         return process.pid
 
     async def wait(self, name: str) -> ProcessExit:
+        """Returns the exit of the newest process of this name, once it has ended."""
         process = self._process(name)
         await process.ended.wait()
         return self._exit_of(process)
 
     async def stop(self, name: str, grace_s: float) -> ProcessExit:
+        """Ends the process as SIGTERM does; it never needs the grace."""
         return await self._end(name, -signal.SIGTERM)
 
     async def kill(self, name: str) -> ProcessExit:
+        """Ends the process as SIGKILL does."""
         return await self._end(name, -signal.SIGKILL)
 
     async def signal(self, name: str, signum: int) -> None:
+        """Suspends the process at SIGSTOP, resumes it at SIGCONT, and ends it at any other signal."""
         server = self._process(name).server
         self._check_alive()
         match signum:
@@ -95,11 +101,12 @@ class ScriptedHost:
                 server.kill(-signum)
 
     async def tail(self, name: str, lines: int) -> str:
+        """Returns the end of the process's log."""
         self._check_alive()
         return self._process(name).server.last_words
 
     def die(self) -> None:
-        """The host itself ends, and every process with it."""
+        """Ends the host itself, and every process with it."""
         self.dead = True
         for process in self._processes.values():
             process.server.kill()
@@ -108,7 +115,7 @@ class ScriptedHost:
         self, name: str, host: str, port: int, process: _Process, *, task_status: anyio.abc.TaskStatus[None]
     ) -> None:
         server = process.server
-        returncode = -signal.SIGKILL  # of a spawn that is abandoned
+        returncode = -signal.SIGKILL  # if the spawn is cancelled
         try:
             returncode = await server.run(port, host, task_status=task_status)
         finally:

@@ -1,4 +1,4 @@
-"""A scripted router: workers by url, requests to each in turn, no retries."""
+"""A scripted router: it knows workers by URL, sends requests to them in turn, and never retries."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from aiohttp import web
 from tests.scripted.server import Handler, ScriptedServer, answer
 
 PING_TIMEOUT_S = 8.0
+"""Time within which a new worker must answer a ping."""
 
 
 class ScriptedRouter(ScriptedServer):
-    """Faults go by `workers` (the list), `add_worker`, `remove_worker` and `generate`."""
+    """A router. Its endpoints for faults are `workers` (the list), `add_worker`, `remove_worker` and `generate`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.workers: list[str] = []
+        """URLs of the workers that it knows."""
         self._turn = 0
 
     def fresh_memory(self) -> None:
+        """Forgets all workers."""
         self.workers = []
 
     def handlers(self) -> dict[str, Handler]:
+        """The endpoints that the job uses."""
         return {
             "workers": self._list,
             "add_worker": self._add,
@@ -33,6 +37,7 @@ class ScriptedRouter(ScriptedServer):
         }
 
     def endpoint(self, http: web.Request) -> str:
+        """Gives the methods of `workers` names of their own."""
         path = super().endpoint(http)
         if path == "workers" and http.method == "POST":
             return "add_worker"
@@ -46,9 +51,10 @@ class ScriptedRouter(ScriptedServer):
         return answer(workers=entries, total=len(entries))
 
     async def _add(self, body: dict[str, Any], http: web.Request) -> web.Response:
-        """A worker that does not answer is accepted and never listed."""
+        """Accepts every worker, and lists it only if it answers a ping."""
         url = body["url"]
-        if url not in self.workers and await _pings(url) and url not in self.workers:  # it may be told twice at once
+        # The second look is for a worker that was added twice at the same time.
+        if url not in self.workers and await _pings(url) and url not in self.workers:
             self.workers.append(url)
         return answer(202, status="accepted", worker_id=_id(url))
 

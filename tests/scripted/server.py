@@ -1,9 +1,9 @@
-"""The life of a scripted process: it listens on a port, answers or fails as its book says, and ends like a process.
+"""The life of a scripted process: it listens on a port, answers or fails as its fault book says, and ends.
 
 Invariants
-- `run` is the process: it returns the exit code when the process was killed, and nothing of it is left then. It may be
-  run again; memory is fresh each time, while the book and the record of calls are the test's and stay.
-- A handler goes on when its client leaves, as the engine's do (or ends, `ends_with_client`); it ends with the process.
+- `run` is the process. It returns the exit code once the process is killed; then no part of the process is left. A test
+  may run it again: memory is fresh each time, while faults and the record of calls belong to the test and stay.
+- A handler goes on when its client leaves, as in the engine (unless `ends_with_client`). It ends with the process.
 - A killed process resets its connections at once and never answers again.
 """
 
@@ -23,39 +23,45 @@ from asyncrl.tasks import Changes
 from tests.scripted.faults import Fault, FaultBook
 
 Handler = Callable[[dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
+"""Answers a request, from its decoded body and the request itself."""
 
 SIGKILL = -9
-_FIRST_PID = 5_000_001  # above the kernel's limit: no real process bears it, so nothing is read of or done to one
+"""Exit code of a process that SIGKILL ended."""
+_FIRST_PID = 5_000_001  # above the kernel's limit, so no real process can have it and none can be signalled by mistake
 _pids = itertools.count(_FIRST_PID)
 
 
 def answer(status: int = 200, /, **body: Any) -> web.Response:
+    """Makes a JSON answer."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 def error(message: str, status: int = 400) -> web.Response:
-    """An error in the form in which the engine answers it."""
+    """Makes an error answer in the engine's form."""
     return answer(status, error={"message": message})
 
 
 class ScriptedServer:
-    """What engine and router have in common; subclasses name their endpoints."""
+    """The common part of engine and router. Subclasses name their endpoints."""
 
     ends_with_client = False
-    """Whether a handler ends when its client leaves."""
+    """True: a handler ends when its client leaves."""
 
     def __init__(self) -> None:
         self.faults = FaultBook()
+        """Faults that later calls meet."""
         self.calls: list[str] = []
-        """Endpoints in the order in which they were called, over all lives."""
+        """Endpoints in the order of their calls, over all lives."""
         self.exit_code: int | None = None
-        """Set it, and the process ends with it as soon as it is started."""
+        """A test may set it; then the process exits with it at its next start."""
         self.last_words = "last words"
-        """What its log ends with."""
+        """The end of its log."""
         self.lives = 0
-        """How often it was started."""
+        """Number of starts."""
         self.pid = 0
+        """Made-up process id of the current or last life."""
         self.url = ""
+        """Address of the current or last life."""
         self._runner: web.AppRunner | None = None
         self._handlers: set[anyio.CancelScope] = set()
         self._ended = anyio.Event()
@@ -63,29 +69,31 @@ class ScriptedServer:
         self._suspended = False
         self._changes = Changes()
 
-    # to be given by subclasses
+    # for subclasses to override
 
     def fresh_memory(self) -> None:
-        """Called when a life begins."""
+        """Resets the memory of the process; `run` calls it when a life begins."""
 
     def forget(self) -> None:
-        """Called when a life ends: closes what the process held open."""
+        """Closes what the process holds open; `kill` calls it when a life ends."""
 
     def freeze(self) -> None:
-        """From now on whatever the process does behind its HTTP server stands still."""
+        """Stops the part of the process behind its HTTP server."""
         self.suspend()
 
     def handlers(self) -> dict[str, Handler]:
-        """Endpoint → handler."""
+        """Returns the handler of each endpoint."""
         raise NotImplementedError
 
     def endpoint(self, http: web.Request) -> str:
+        """Returns the name of the endpoint that a request calls."""
         return http.path.strip("/")
 
     # life
 
     @property
     def alive(self) -> bool:
+        """True from a start until the process is killed."""
         return self._runner is not None and not self._ended.is_set()
 
     async def run(
@@ -95,7 +103,7 @@ class ScriptedServer:
         *,
         task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
     ) -> int:
-        """Lives on `port` (0: a free one) until killed; returns the exit code."""
+        """Serves on `port` (0: a free one) until killed; returns the exit code."""
         assert self._runner is None, "the process before has not ended"
         self.lives += 1
         self.pid = next(_pids)
@@ -127,7 +135,7 @@ class ScriptedServer:
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[str]:
-        """Runs it without a host; yields its url."""
+        """Runs the process without a host, while the context is entered; yields its URL."""
         async with anyio.create_task_group() as task_group:
             await task_group.start(self.run, port)
             try:
@@ -136,7 +144,7 @@ class ScriptedServer:
                 self.kill()
 
     def kill(self, returncode: int = SIGKILL) -> None:
-        """Ends the process now: connections are reset, handlers end where they are."""
+        """Ends the process now: resets its connections and cancels its handlers."""
         if not self._ended.is_set():
             self._returncode = returncode
             self._ended.set()
@@ -149,11 +157,11 @@ class ScriptedServer:
                 connection.transport.abort()
 
     def suspend(self) -> None:
-        """SIGSTOP: connections are accepted and requests are read, but nothing is answered until `go_on`."""
+        """Does what SIGSTOP does: accepts connections and reads requests, but answers none until `go_on`."""
         self._suspended = True
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Does what SIGCONT does."""
         self._suspended = False
         self._changes.notify()
 
@@ -170,7 +178,7 @@ class ScriptedServer:
                 return await self._respond(http)
             finally:
                 self._handlers.discard(scope)
-        return web.Response(status=500)  # to nobody: the process has ended
+        return web.Response(status=500)  # nobody gets it: the process has ended
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         raw = await http.read()
@@ -196,7 +204,7 @@ class ScriptedServer:
         return response
 
     async def _fail(self, fault: Fault, http: web.Request, response: web.Response | None) -> web.StreamResponse | None:
-        """What the client gets instead; None: things take their course."""
+        """Carries out a fault; returns the answer that replaces the normal one, or None to go on normally."""
         match fault.kind:
             case "status":
                 return answer(fault.status, success=False, message=fault.message, error={"message": fault.message})
@@ -224,7 +232,7 @@ class ScriptedServer:
 
 
 async def _send_badly(http: web.Request, response: web.Response, seconds: float | None) -> web.StreamResponse:
-    """Half of the body and a closed connection, or all of it over `seconds`."""
+    """Sends half of the body and closes the connection; with `seconds`, sends all of it over this time."""
     body = response.body
     assert isinstance(body, bytes)
     length = str(len(body) or 1)

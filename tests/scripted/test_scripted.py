@@ -1,4 +1,4 @@
-"""The scripted engine behaves like the measured one; what the fault tests conclude rests on that."""
+"""The scripted engine behaves as measured on the real engine. The fault tests rely on that."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = 100_000
-"""Tokens: more than any test waits for."""
+"""Number of tokens; no test waits for so many."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def some_tokens(engine: ScriptedEngine) -> None:
 
 
 async def undisturbed(tokens: int) -> tuple[int, ...]:
-    """What an engine answers to the same prompt whose weights stay as they are."""
+    """Returns the answer to the same prompt of an engine whose weights do not change."""
     engine = ScriptedEngine()
     async with engine.serving(), EngineApi.open("undisturbed", engine.url) as client:
         return (await client.generate([1, 2], max_new_tokens=tokens)).output_ids
@@ -216,7 +216,7 @@ async def test_what_kills_the_engine_resets_its_connections_and_tells_the_host(k
     ids=lambda fault: fault.kind,
 )
 async def test_answers_that_break_are_no_answers(engine: ScriptedEngine, client: EngineApi, fault: Fault) -> None:
-    engine.script(fault)  # twice where the connection closes: a GET is then sent again
+    engine.script(fault)  # two times if the connection closes, because the client then sends a GET again
     with pytest.raises(EngineRequestError):
         await client.model_info()
     engine.faults.clear()

@@ -1,7 +1,9 @@
-"""The weights of a scripted engine: tensors that it holds, groups that it joined, the update session.
+"""The weights of a scripted engine: the tensors that it holds, the groups that it joined, the update session.
 
-As the real engine does it: an unknown tensor name is ignored without a word, a wrong shape leaves the weights partly
-updated, a group's keys nest as torch's own helper nests them, and a blocked receive is freed only by the other end.
+Invariants, as measured on the real engine
+- The engine ignores an unknown tensor name without an error. A wrong shape leaves the weights partly updated.
+- The keys of a group in the store nest as in torch's own helper.
+- Only the other end can free a blocked receive.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(seconds=20)
-"""The real engine waits half an hour; a test's threads must end with it."""
+"""The real engine waits half an hour. Here the threads must end with their test."""
 _THREADS = 1000
 
 
@@ -41,30 +43,34 @@ class Refused(Exception):
 
 
 def default_tensors() -> dict[str, Tensor]:
+    """Returns the weights of an engine whose test does not care about them."""
     return {"embed": torch.arange(8, dtype=torch.float32), "layer": torch.ones(4, 2)}
 
 
 class HeldWeights:
-    """What one life of an engine with `ranks` tensor-parallel ranks holds; every rank holds all of it."""
+    """The weights of one life of an engine with `ranks` tensor-parallel ranks. Each rank holds all of them."""
 
     def __init__(self, base: Mapping[str, Tensor], ranks: int) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in base.items()}
+        """Tensors by name."""
         self.session = False
+        """True while an update session is open."""
         self.groups: dict[str, list[ProcessGroupGloo]] = {}
+        """By name, the process groups of all ranks."""
         self.joined: list[str] = []
-        """Every group that was ever joined."""
+        """Names of all groups that it joined in this life."""
         self._ranks = ranks
         self._digest: int | None = None
 
     @property
     def digest(self) -> int:
-        """Changes with every value; what is generated is a function of it."""
+        """Hash of all values. Generated tokens depend on it."""
         if self._digest is None:
             self._digest = zlib.crc32("".join(self._checksums().values()).encode())
         return self._digest
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies what it knows; raises Refused at a wrong shape, having loaded what came before."""
+        """Copies the tensors whose names it knows. At a wrong shape it raises Refused, with earlier tensors loaded."""
         self._digest = None
         for name, tensor in named:
             held = self.tensors.get(name)
@@ -79,13 +85,13 @@ class HeldWeights:
             held.copy_(tensor)
 
     def reset(self) -> None:
-        """reset_tensors: random numbers everywhere."""
+        """Fills all tensors with random numbers, as `reset_tensors` does."""
         self._digest = None
         for tensor in self.tensors.values():
             tensor.copy_(torch.randn(tensor.shape))
 
     def rank_checksums(self, skip: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The checksums of each rank, without tensors whose names have a part that is in `skip`."""
+        """Returns the checksums of each rank, without tensors whose names contain one of `skip`."""
         checksums = self._checksums()
         overall = hashlib.blake2b("".join(checksums.values()).encode(), digest_size=16).hexdigest()
         shown = {name: checksum for name, checksum in checksums.items() if not any(part in name for part in skip)}
@@ -100,7 +106,7 @@ class HeldWeights:
     # transports
 
     async def join(self, body: Mapping[str, Any]) -> None:
-        """Blocks until rank 0 comes."""
+        """Joins a group with all ranks; blocks until rank 0 of the group has joined. Raises Refused on failure."""
         name, world_size = body["group_name"], body["world_size"]
         if name in self.groups:
             raise Refused("group name has already been created")
@@ -119,11 +125,12 @@ class HeldWeights:
         self.joined.append(name)
 
     def leave(self, name: str) -> None:
+        """Leaves a group; raises Refused if it is unknown."""
         if self.groups.pop(name, None) is None:
             raise Refused("The group to be destroyed does not exist.")
 
     async def receive(self, body: Mapping[str, Any]) -> None:
-        """One bucket of the broadcast: tensor by tensor, or all in one message."""
+        """Receives and loads one bucket of a broadcast, by tensor or in one message; raises Refused if that fails."""
         name = body["group_name"]
         if name not in self.groups:
             known = list(self.groups)
@@ -138,7 +145,7 @@ class HeldWeights:
         self.load(received[0])
 
     async def load_directory(self, directory: str) -> None:
-        """A wrong shape is rolled back, as the engine does it for files."""
+        """Loads safetensors files; raises Refused, with the former weights, at a wrong shape or unreadable files."""
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         try:
             self.load(await anyio.to_thread.run_sync(_read_directory, directory))
@@ -149,7 +156,7 @@ class HeldWeights:
             raise Refused(f"Failed to update weights: {refusal}.\nRolling back to original weights.") from refusal
 
     def load_handles(self, serialized: Sequence[str]) -> None:
-        """Tensors of another process of this machine: one pickled list of (name, handle) for each rank."""
+        """Loads tensors of another process on this machine: one pickled list of (name, handle) per rank."""
         assert len(serialized) == self._ranks
         named = pickle.load(io.BytesIO(base64.b64decode(serialized[0])))
         self.load((name, tensor.clone()) for name, tensor in named)
