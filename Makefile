@@ -8,8 +8,6 @@ STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile
 export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
-.PHONY: demo test test-fast test-long quick-fleet quick-trainer quick-ends quick-rest system-fleet system-jobs system-alone lint types install clean
-
 install: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
@@ -30,46 +28,40 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# For two cores. What needs no engine runs in three lanes, since it waits as much as it computes; then tests and jobs on
-# one shared engine beside jobs that start their own; at last, alone, what must happen within a second.
+# For two cores. A lane is one pytest, which waits most of its time; so many run at once that both cores stay busy. The
+# longest come first: a lane that is done makes room for the next one. At most five engines live at once (2.4 GiB each).
+# What no other lane names is in quick-rest, or in system-fleet where it lies in tests/system.
+JOBS    ?= 6
 PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
-QUICK   := $(PYTEST) -m "not long and not system"
-SYSTEM  := $(PYTEST) -m "system and not long"
-PARTS   := quick-rest quick-trainer quick-fleet quick-ends types
-ROUTERS := $(addprefix tests/inference/,gpus/test_memory.py routing/test_router.py routing/test_router_client.py routing/test_router_sticky.py engines/test_stopping.py)
-FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
-TRAINER := tests/training
-ENDS    := tests/weights tests/host tests/exit_protocol tests/test_driver.py tests/test_resume.py $(ROUTERS)
-SYSTEM_JOBS  := tests/config/test_engine_args.py $(addprefix tests/system/test_,bad_input.py exit.py jobs.py replay.py)
-SYSTEM_ALONE := tests/system/test_recovery.py
+QUICK   := quick-updates quick-training quick-ends quick-engines quick-rollout quick-rest
+FIRST   := system-fleet system-exit system-jobs
+LAST    := system-recovery system-gang types
 
-quick-fleet: $(STAMP)
-	$(QUICK) $(FLEET)
+.PHONY: demo test test-fast test-long lint install clean $(FIRST) $(QUICK) $(LAST)
 
-quick-trainer: $(STAMP)
-	$(QUICK) $(TRAINER)
+updates   := tests/inference/updates
+training  := tests/training
+ends      := tests/host tests/exit_protocol tests/test_driver.py tests/test_resume.py
+engines   := --ignore=$(updates) tests/inference
+rollout   := tests/rollout tests/weights
+rest      := $(addprefix --ignore=,tests/inference tests/system $(training) $(ends) $(rollout)) tests
+exit      := tests/system/test_exit.py
+jobs      := tests/config/test_engine_args.py $(addprefix tests/system/test_,jobs.py bad_input.py replay.py)
+gang      := tests/system/test_gang.py
+recovery  := tests/system/test_recovery.py
+fleet     := $(addprefix --ignore=,$(exit) $(jobs) $(gang) $(recovery)) tests/system
 
-quick-ends: $(STAMP)
-	$(QUICK) $(ENDS)
+$(QUICK): quick-%: $(STAMP)
+	$(PYTEST) -m "not long and not system" $($*)
 
-quick-rest: $(STAMP)
-	$(QUICK) $(addprefix --ignore=,tests/inference $(TRAINER) $(ENDS)) tests
-
-system-fleet: $(STAMP)
-	$(SYSTEM) $(addprefix --ignore=,$(SYSTEM_JOBS) $(SYSTEM_ALONE)) tests/system
-
-system-jobs: $(STAMP)
-	$(SYSTEM) $(SYSTEM_JOBS)
-
-system-alone: $(STAMP)
-	$(SYSTEM) $(SYSTEM_ALONE)
+$(filter system-%,$(FIRST) $(LAST)): system-%: $(STAMP)
+	$(PYTEST) -m "system and not long" $($*)
 
 test-fast: lint
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(PARTS)
+	$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(QUICK) types
 
-test: test-fast
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target system-fleet system-jobs
-	$(MAKE) --no-print-directory system-alone
+test: lint
+	$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(FIRST) $(QUICK) $(LAST)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200
