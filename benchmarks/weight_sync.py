@@ -206,7 +206,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
     bucket_bytes = config.weights.bucket_mib * MIB
     trainer = ThreadTrainer(tensors)
     events = EventLog(run / "events.jsonl")
-    published = 0
+    published, writes = 0, list[float]()
     limits = PublicationLimits(transfers=1)
     async with fleet_of_one(config, run, events) as controller, anyio.create_task_group() as writing:
         copies = Copies(run / "weights" / "published", Background(writing))
@@ -219,17 +219,11 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
             publisher = Publisher(controller, trainer, transport, events=events, copies=copies, limits=limits)
             report = await publisher.publish(f"0.{published}")
             if copies is not None:
-                await written(f"0.{published}")
+                began = time.monotonic()
+                await controller._started.state.wait_copy()
+                writes.append(time.monotonic() - began)
+                assert controller.copies_in_use(), "the copy was given up"
             return report
-
-        async def written(version: str) -> None:
-            began = time.monotonic()
-            while (state := controller._started.state.published) is not None and state.copy_due is not None:
-                await anyio.sleep(0.005)
-            assert state is not None and state.directory is not None, f"no copy of {version}"
-            writes.append(time.monotonic() - began)
-
-        writes: list[float] = []
 
         async def first() -> PublicationReport:
             """To an engine that holds no version and is in no group."""
@@ -242,6 +236,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
         controller.health_monitoring_pause()  # the bare script pauses the engine without a word to it
         firsts = [await first() for _ in range(3)]
         new = [await ours(copies) for _ in range(KEPT + 1)]
+        made_new, writes = writes, []
         others, bare, plain, kept = OtherWork(), [], [], []
 
         async def bare_round() -> None:
@@ -272,7 +267,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
         figures[f"{key}_s"] = [report.seconds for report in reports]
         figures[f"{key}_pause_s"] = [pauses[report.version] for report in reports]
         figures[f"{key}_transfer_s"] = [report.transfer_s for report in reports]
-    figures["write_s"] = writes
+    figures["write_s"], figures["write_new_s"] = writes, made_new
     return {
         "model": name,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),

@@ -81,7 +81,7 @@ class CountingTrainer:
     async def save_checkpoint(self, rollout_id: int, extra: dict[str, bytes], *, wait: bool) -> None:
         staging = self._store.staging(self._step, 1)
         staging.mkdir(parents=True)
-        publish = partial(self._store.publish, staging, {}, step=rollout_id + 1, attempt=self._run.attempt, tensors={})
+        publish = partial(self._store.publish, staging, {}, step=rollout_id + 1, attempt=self._run.attempt, roles={})
         await anyio.to_thread.run_sync(lambda: publish(layout=SavedLayout(1, 1), extra=extra, config=""))
         self._saved = Written(rollout_id + 1, 0.0)
 

@@ -247,7 +247,7 @@ class FakeController:
 
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
         while hf_dir is None and self._copy_due is not None:
-            await self._changed.wait()
+            await self._changes.wait()
         directory, version = hf_dir or self._directory, version or self.published
         if directory is None or version is None:
             raise EngineError("there is no copy of published weights to evaluate")

@@ -164,7 +164,7 @@ def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None =
     return SimpleNamespace(
         config=config,
         layout=layout,
-        directory=SimpleNamespace(export="DIR", attempt=0, events=None),
+        directory=SimpleNamespace(export="DIR", attempt=0, events=None, weight_version=lambda step: f"0.{step}"),
         events=SimpleNamespace(emit=lambda event: None),
         record=record,
         stop=StopRequest(),

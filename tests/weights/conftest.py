@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from asyncrl.observability.events import EventLog
+from asyncrl.tasks import Background
 from asyncrl.weights import copy_file
 from asyncrl.weights.copies import Copies
 from tests.weights.fakes import ThreadSource
@@ -37,7 +38,7 @@ def source() -> Iterator[ThreadSource]:
 async def make_copies() -> AsyncIterator[MakeCopies]:
     """Called with a directory, and `needs_room`."""
     async with anyio.create_task_group() as task_group:
-        yield partial(Copies, task_group=task_group)
+        yield partial(Copies, background=Background(task_group))
         task_group.cancel_scope.cancel()
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.tasks import Background
 from asyncrl.weights import copies as copies_module
 from asyncrl.weights.copies import Copies, weights_directory
 from asyncrl.weights.copies import make_copies as configured_copies
@@ -279,7 +280,9 @@ async def test_weights_of_any_size_are_kept_unless_told_otherwise(tmp_path: Path
     async with anyio.create_task_group() as task_group:
 
         def copies_of(**weights: Any) -> Copies | None:
-            return configured_copies(Config.model_validate({"run": {"dir": tmp_path}, "weights": weights}), task_group)
+            return configured_copies(
+                Config.model_validate({"run": {"dir": tmp_path}, "weights": weights}), Background(task_group)
+            )
 
         assert copies_of(keep_published="never") is None
         for kept, needs_room in (({}, True), ({"keep_published": "auto"}, True), ({"keep_published": "always"}, False)):
