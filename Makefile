@@ -40,7 +40,7 @@ ROUTERS := $(addprefix tests/inference/,gpus/test_memory.py routing/test_router.
 FLEET   := $(addprefix --ignore=,$(ROUTERS)) tests/inference
 TRAINER := tests/training
 ENDS    := tests/weights tests/host tests/exit_protocol tests/test_driver.py tests/test_resume.py $(ROUTERS)
-SYSTEM_JOBS  := tests/config/test_engine_args.py $(addprefix tests/system/test_,bad_input.py exit.py jobs.py replay.py)
+SYSTEM_JOBS  := tests/config/test_argument_lists.py $(addprefix tests/system/test_,bad_input.py exit.py jobs.py replay.py)
 SYSTEM_ALONE := tests/system/test_recovery.py
 
 quick-fleet: $(STAMP)

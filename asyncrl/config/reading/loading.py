@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config.checks.inputs import input_problems, read_model_facts
-from asyncrl.config.checks.validation import config_problems
+from asyncrl.config.checks.validation import config_problems, config_warnings
 from asyncrl.config.layout import ProcessLayout, derive_layout
 from asyncrl.config.machine import Machine, rank_of
 from asyncrl.config.problems import InvalidConfigError, Problem
@@ -38,6 +38,8 @@ class LoadedConfig:
     """Dotted key → `default`, the file as it was named, or the option as it was spelled."""
     machine: Machine
     layout: ProcessLayout
+    warnings: tuple[str, ...] = ()
+    """What the user should know about it, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None
             print_help(sys.stdout)
         raise SystemExit(0)
     loaded = resolve(line, Machine.detect())
+    if loaded.machine.rank == 0:
+        for warning in loaded.warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if line.dry_run:
         if loaded.machine.rank == 0:
             from asyncrl.config.reading.report import dry_run_report
@@ -138,7 +143,7 @@ def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
         ]
     if problems or layout is None:
         raise InvalidConfigError(problems)
-    return LoadedConfig(config, _sources(config, layers), machine, layout)
+    return LoadedConfig(config, _sources(config, layers), machine, layout, tuple(config_warnings(config)))
 
 
 def _is_option(token: str) -> bool:
