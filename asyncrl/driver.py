@@ -22,7 +22,8 @@ from pathlib import Path
 import anyio
 
 from asyncrl.config import Config
-from asyncrl.config.reading.loading import LoadedConfig, load_config
+from asyncrl.config.reading.loaded import LoadedConfig
+from asyncrl.config.reading.loading import load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import AsyncRLError, ModelError, RewardError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank

@@ -42,8 +42,8 @@ from noop_engine import VOCABULARY
 from rollout_clients import CLIENTS, Load, Run
 
 from asyncrl.config import Config
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.data.fleet import UpdateAck
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.demo.model import build

@@ -45,8 +45,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.config import Config
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController

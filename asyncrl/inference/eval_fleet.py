@@ -142,7 +142,7 @@ class EvalFleet:
         )
         group.start_router()
         served = ServedModel(EVAL, self._model.path, settings, self._model.context_length)
-        for placement in context.layout.beside[EVAL]:
+        for placement in context.layout.beside[EVAL].engines:
             group.start_engine(*context.builder.engine(placement, served))
         return group
 

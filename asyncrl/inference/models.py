@@ -41,7 +41,7 @@ class FrozenModels:
         for name, settings in self._context.config.models.items():
             path = settings.path or default.path
             model = ServedModel(name, path, settings, settings.context_length, frozen=True)
-            self._groups[name] = self._start_group(model, self._context.layout.beside[name])
+            self._groups[name] = self._start_group(model, self._context.layout.beside[name].engines)
 
     def _start_group(self, model: ServedModel, placements: tuple[EnginePlacement, ...]) -> EngineGroup:
         router, spec = self._context.builder.router(f"router-{model.name}")

@@ -83,6 +83,7 @@ def cpu_layout(engines: int) -> ProcessLayout:
         engines=tuple(
             EnginePlacement(
                 engine_id=f"engine-{i}",
+                node=0,
                 tensor_parallel=1,
                 gpus=(),
                 visible_devices="",

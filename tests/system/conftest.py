@@ -18,8 +18,9 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.layout import ProcessLayout, plan_layout
+from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.data.fleet import EngineState, UpdateAck
 from asyncrl.host import EngineHost
 from asyncrl.host.proc import descendants

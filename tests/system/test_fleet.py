@@ -13,8 +13,8 @@ import anyio
 import psutil
 import pytest
 
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.host import EngineHost

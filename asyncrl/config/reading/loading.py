@@ -12,7 +12,7 @@ key and its override are spelled alike and one look-up names the nearest valid k
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,26 +20,14 @@ from pydantic import ValidationError
 
 from asyncrl.config.checks.inputs import input_problems, read_model_facts
 from asyncrl.config.checks.validation import config_problems, config_warnings
-from asyncrl.config.layout import ProcessLayout, derive_layout
 from asyncrl.config.machine import Machine, rank_of
+from asyncrl.config.placement.rules import derive_layout
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.reading.layers import Layers, redacted_entries
+from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.redaction import shown
 from asyncrl.config.reading.schema import FieldSpec, KeyPath, spec_of, table_of
 from asyncrl.config.root import Config
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A configuration that can work on this machine, and how it came about."""
-
-    config: Config
-    sources: Mapping[str, str]
-    """Dotted key → `default`, the file as it was named, or the option as it was spelled."""
-    machine: Machine
-    layout: ProcessLayout
-    warnings: tuple[str, ...] = ()
-    """What the user should know about it, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)

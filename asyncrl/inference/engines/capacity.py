@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import anyio
 
-from asyncrl.config.layout import EnginePlacement, place_another
+from asyncrl.config.layout import EnginePlacement
+from asyncrl.config.placement.rules import place_another
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import ServedModel
@@ -120,7 +121,7 @@ class Capacity:
     def _place(self, engine_id: str) -> EnginePlacement:
         if engine_id != self._next_id:
             raise EngineError(f"there is no engine {engine_id}; there are {self._names()}, and {self._next_id} is next")
-        taken = {gpu for placement in self._placements.values() for gpu in placement.gpus}
+        taken = {gpu for placement in self._placements.values() for gpu in placement.devices}
         return place_another(self._config, self._context.layout, engine_id, taken)
 
     @property

@@ -13,8 +13,9 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.layout import place_another, plan_layout
+from asyncrl.config.layout import Gpu
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import place_another, plan_layout
 from asyncrl.errors import EngineError
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
 from tests.inference.engines.test_recovery import FAST, publish, serves
@@ -274,17 +275,17 @@ def test_on_gpus_a_new_engine_takes_those_that_nobody_uses() -> None:
     config = Config.model_validate({"engine": {"num_engines": 1}})
     machine = Machine(gpus=("GPU-a", "GPU-b", "GPU-c"))
     layout = plan_layout(config, machine)
-    placement = place_another(config, layout, "engine-1", {1})
+    placement = place_another(config, layout, "engine-1", {Gpu(0, 1)})
     assert (placement.gpus, placement.visible_devices, placement.transport) == ((2,), "GPU-c", "broadcast")
     with pytest.raises(EngineError, match=r"engine-2 needs 1 GPU\(s\) of its own: no GPU is left"):
-        place_another(config, layout, "engine-2", {1, 2})
+        place_another(config, layout, "engine-2", {Gpu(0, 1), Gpu(0, 2)})
 
 
 def test_no_engine_is_added_beside_those_that_share_the_trainers_gpus() -> None:
     config = Config.model_validate({"engine": {"num_engines": 1, "colocate": True}})
     layout = plan_layout(config, Machine(gpus=("0", "1")))
     with pytest.raises(EngineError, match="the others share GPUs with the trainer"):
-        place_another(config, layout, "engine-1", {0})
+        place_another(config, layout, "engine-1", {Gpu(0, 0)})
 
 
 async def test_an_engine_that_shares_the_trainers_gpus_stays(start_fleet: StartFleet) -> None:
