@@ -22,6 +22,7 @@ from pathlib import Path
 import anyio
 
 from asyncrl.config import Config
+from asyncrl.config.layout import DRIVER_NODE
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.loading import load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
@@ -165,7 +166,7 @@ async def _run(
                     directory=run,
                     events=events,
                     record=recorder,
-                    host=host,
+                    hosts={DRIVER_NODE: host},
                     stop=rank_exit.stop,
                     task_group=tasks,
                     background=Background(tasks),

@@ -229,7 +229,7 @@ class Bench:
         async with EngineHost.start(run / "logs") as host, anyio.create_task_group() as tasks:
             controller = InferenceController(
                 config,
-                host=host,
+                hosts={0: host},
                 events=events,
                 layout=plan_layout(config, Machine()),
                 model_path=self._model,

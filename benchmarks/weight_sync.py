@@ -157,7 +157,7 @@ async def fleet_of_one(config: Config, run: Path, events: EventLog) -> AsyncIter
     async with EngineHost.start(run / "logs") as host, anyio.create_task_group() as tasks:
         controller = InferenceController(
             config,
-            host=host,
+            hosts={0: host},
             events=events,
             layout=plan_layout(config, Machine()),
             model_path=config.model.path,

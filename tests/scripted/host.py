@@ -9,7 +9,7 @@ Invariants, as of the real host
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -18,6 +18,7 @@ import anyio.abc
 
 from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host import ProcessExit, ProcessSpec
+from asyncrl.host.ports import PortAllocator
 from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
 from tests.scripted.server import ScriptedServer
@@ -43,6 +44,7 @@ class ScriptedHost:
         self.spawned: list[str] = []
         """Names in the order of their spawns."""
         self.dead = False
+        self._ports = PortAllocator()
         self._processes: dict[str, _Process] = {}
         self._tasks = anyio.create_task_group()
 
@@ -54,6 +56,7 @@ class ScriptedHost:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> bool | None:
         self.die()
+        self._ports.close()
         return await self._tasks.__aexit__(kind, error, tb)
 
     async def spawn(self, spec: ProcessSpec) -> int:
@@ -97,6 +100,15 @@ class ScriptedHost:
     async def tail(self, name: str, lines: int) -> str:
         self._check_alive()
         return self._process(name).server.last_words
+
+    async def reserve_ports(self, offsets: Sequence[int] = (0,)) -> int:
+        return self._ports.reserve(offsets)
+
+    async def reserve_given_port(self, port: int, field: str) -> None:
+        self._ports.reserve_given(port, field)
+
+    async def release_ports(self, ports: Iterable[int]) -> None:
+        self._ports.release(ports)
 
     def die(self) -> None:
         """The host itself ends, and every process with it."""

@@ -101,7 +101,7 @@ async def started_fleet(
 
     async with EngineHost.start(run_dir / "logs") as host:
         controller = InferenceController(
-            config, host=host, events=events, layout=layout, model_path=models[0], run_dir=run_dir
+            config, hosts={0: host}, events=events, layout=layout, model_path=models[0], run_dir=run_dir
         )
         shared = RealFleet(config, layout, host, controller, events, run_dir, models)
 

@@ -220,7 +220,7 @@ async def test_an_engine_on_a_broken_model_is_reported_at_once_and_nothing_stays
         async with EngineHost.start(tmp_path / "logs") as host:
             controller = InferenceController(
                 config,
-                host=host,
+                hosts={0: host},
                 events=EventLog(None),
                 layout=plan_layout(config, Machine()),
                 model_path=broken,
