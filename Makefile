@@ -46,7 +46,7 @@ engines   := --ignore=$(updates) tests/inference
 rollout   := tests/rollout tests/weights
 rest      := $(addprefix --ignore=,tests/inference tests/system $(training) $(ends) $(rollout)) tests
 exit      := tests/system/test_exit.py
-jobs      := tests/config/test_engine_args.py $(addprefix tests/system/test_,jobs.py bad_input.py replay.py)
+jobs      := tests/config/test_argument_lists.py $(addprefix tests/system/test_,jobs.py bad_input.py replay.py)
 gang      := tests/system/test_gang.py
 recovery  := tests/system/test_recovery.py
 fleet     := $(addprefix --ignore=,$(exit) $(jobs) $(gang) $(recovery)) tests/system

@@ -59,7 +59,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
         return _without_engines(job)
     controller = InferenceController(
         _config_of_engines(job.config),
-        host=job.host,
+        hosts=job.hosts,
         events=job.events,
         layout=job.layout,
         model_path=job.config.model.path,
@@ -104,7 +104,7 @@ def _build_executor(job: Job, router_url: str, trainers: Sequence[str]) -> Rollo
     return RolloutExecutor(
         job.config,
         router_url=router_url,
-        host=job.host,
+        host=job.hosts[job.layout.rewards.node],
         events=job.events,
         tokenizer=PolicyTokenizer.load(job.config.model.path),
         log_dir=job.directory.logs,

@@ -22,7 +22,9 @@ from pathlib import Path
 import anyio
 
 from asyncrl.config import Config
-from asyncrl.config.reading.loading import LoadedConfig, load_config
+from asyncrl.config.layout import DRIVER_NODE
+from asyncrl.config.reading.loaded import LoadedConfig
+from asyncrl.config.reading.loading import load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import AsyncRLError, ModelError, RewardError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
@@ -164,7 +166,7 @@ async def _run(
                     directory=run,
                     events=events,
                     record=recorder,
-                    host=host,
+                    hosts={DRIVER_NODE: host},
                     stop=rank_exit.stop,
                     task_group=tasks,
                     background=Background(tasks),

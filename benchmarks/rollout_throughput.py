@@ -42,8 +42,8 @@ from noop_engine import VOCABULARY
 from rollout_clients import CLIENTS, Load, Run
 
 from asyncrl.config import Config
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.data.fleet import UpdateAck
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.demo.model import build
@@ -229,7 +229,7 @@ class Bench:
         async with EngineHost.start(run / "logs") as host, anyio.create_task_group() as tasks:
             controller = InferenceController(
                 config,
-                host=host,
+                hosts={0: host},
                 events=events,
                 layout=plan_layout(config, Machine()),
                 model_path=self._model,

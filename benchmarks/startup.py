@@ -24,7 +24,8 @@ from pathlib import Path
 
 from asyncrl.config.reading.loading import load_config
 from asyncrl.demo.model import build
-from asyncrl.inference.engines.ports import PortAllocator
+from asyncrl.host.ports import PortAllocator
+from asyncrl.inference.engines.ports import OFFSETS, EnginePorts
 from asyncrl.inference.sglang.launch import engine_argv, engine_environment
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ def engine_alone_s(model: Path, work: Path) -> float:
     loaded = load_config(options(model, work / "unused"))
     ports = PortAllocator()
     placement = loaded.layout.engines[0]
-    engine_ports = ports.engine()
+    engine_ports = EnginePorts.from_base(ports.reserve(OFFSETS))
     argv = engine_argv(
         loaded.config.engine,
         placement,

@@ -46,8 +46,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.config import Config
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
@@ -160,7 +160,7 @@ async def fleet_of_one(config: Config, run: Path, events: EventLog) -> AsyncIter
     async with EngineHost.start(run / "logs") as host, anyio.create_task_group() as tasks:
         controller = InferenceController(
             config,
-            host=host,
+            hosts={0: host},
             events=events,
             layout=plan_layout(config, Machine()),
             model_path=config.model.path,

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl import components
 from asyncrl.config import Config
-from asyncrl.config.layout import plan_layout
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.config.reading.schema import fields
 from asyncrl.config.sections.inference import HealthConfig
 from asyncrl.data.batch import RolloutBatch

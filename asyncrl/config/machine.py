@@ -1,9 +1,10 @@
 """What the job finds on this machine: its ranks, its GPUs and its cores, without importing torch.
 
 Invariants
-- `visible_gpus` and everything else that decides is a pure function; only `Machine.detect` looks at the machine.
-- A GPU is named by its position among those that this process may use, as torch numbers them; `gpus[i]` is what
-  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i, so masks and UUIDs set for the whole job are kept.
+- Only `Machine.detect` and `installed_gpus` look at the machine. Everything that decides is a pure function.
+- A GPU is named by its position among those that this process may use, as torch numbers them. `gpus[i]` is what
+  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job are kept.
+- Nodes are taken to be alike: a process sees the GPUs of its own node only, and assumes the same ones on the others.
 """
 
 from __future__ import annotations
@@ -12,21 +13,38 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.config.layout import Device, Gpu
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The part of a machine that placement and validation look at."""
+    """The part of a machine, and of the gang of machines, that placement and validation look at."""
 
     world_size: int = 1
     """Trainer ranks of the job, as torchrun started them."""
     local_world_size: int = 1
-    """Trainer ranks on this node."""
+    """Trainer ranks on each node."""
     rank: int = 0
     """This process's own rank."""
     gpus: tuple[str, ...] = ()
-    """Per visible GPU, its name for CUDA_VISIBLE_DEVICES: an index or a UUID."""
+    """What CUDA_VISIBLE_DEVICES calls each visible GPU of a node: an index or a UUID."""
     cpus: tuple[int, ...] = (0,)
     """Cores that this process may run on."""
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the ranks run on."""
+        return -(-self.world_size // self.local_world_size)
+
+    @property
+    def device(self) -> Device:
+        """What the whole job runs on."""
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def all_gpus(self) -> tuple[Gpu, ...]:
+        """The visible GPUs of all nodes, node by node."""
+        return tuple(Gpu(node, index) for node in range(self.nodes) for index in range(len(self.gpus)))
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Machine:

@@ -16,7 +16,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.errors import EngineError, HostLostError
+from asyncrl.host.ports import PortAllocator
 from asyncrl.host.proc import JOB_MARK, end_marked
 from asyncrl.host.process import MAX_LINE_BYTES, LineBuffer, ProcessExit, ProcessSpec, encode
 from asyncrl.host.process_events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
@@ -104,6 +105,7 @@ class EngineHost:
         self._lifeline = lifeline
         self._log = log
         self._events = events
+        self._ports = PortAllocator()
         self._lines = LineBuffer()
         self._outbox = bytearray()
         self._to_send = anyio.Event()
@@ -138,6 +140,7 @@ class EngineHost:
             raise
         finally:
             host._lifeline.close()
+            host._ports.close()
 
     @classmethod
     def _launch(cls, log_dir: Path, events: EventLog) -> EngineHost:
@@ -211,6 +214,18 @@ class EngineHost:
         self._process(name)
         answer = await self._ask({"op": "tail", "name": name, "lines": lines}, "log tail", name, ANSWER_TIMEOUT_S)
         return str(answer["tail"])
+
+    async def reserve_ports(self, offsets: Sequence[int] = (0,)) -> int:
+        """Reserves free ports at `offsets` from the returned base. Raises EngineError where none are left."""
+        return self._ports.reserve(offsets)
+
+    async def reserve_given_port(self, port: int, field: str) -> None:
+        """Reserves the port that the setting `field` asks for; raises ConfigError where somebody else has it."""
+        self._ports.reserve_given(port, field)
+
+    async def release_ports(self, ports: Iterable[int]) -> None:
+        """Gives reserved ports back."""
+        self._ports.release(ports)
 
     async def aclose(self) -> None:
         """Ends every process of the host, then the host; idempotent, safe in a cancelled scope, bounded in time."""

@@ -1,13 +1,15 @@
 """Makes engines and routers: addresses, ports, launch lines, and the clients that speak to them.
 
 Invariants
-- Every port comes from one allocator and stays reserved until `close`, so that a restarted process finds its own.
-- What engines leave in temporary files goes with `close`, whatever happened before.
+- A process and its ports belong to the host of the node where the layout places it.
+- Every port stays reserved until `close`, so that a process that is started again finds its own.
+- Temporary files of engines are removed by `close`, whatever happened before.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,12 @@ import aiohttp
 import anyio.to_thread
 
 from asyncrl.config import Config
-from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout
+from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout, RouterPlacement
 from asyncrl.config.sections.inference import EngineConfig, ServingConfig
 from asyncrl.data.fleet import EngineEndpoint
-from asyncrl.host import ProcessSpec
+from asyncrl.host import Host, HostedProcess, Hosts, ProcessSpec
 from asyncrl.inference.engines.engine import ManagedEngine
-from asyncrl.inference.engines.ports import PortAllocator
+from asyncrl.inference.engines.ports import OFFSETS, EnginePorts
 from asyncrl.inference.engines.scratch import Scratch
 from asyncrl.inference.routing.router_client import RouterClient
 from asyncrl.inference.sglang.engine_api import new_session
@@ -31,7 +33,7 @@ from asyncrl.observability.events import EventLog
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What all engines of one group have in common."""
+    """The model that all engines of one group serve."""
 
     name: str
     path: Path
@@ -41,44 +43,51 @@ class ServedModel:
 
 
 class Builder:
-    """The workshop of one controller. Nothing of it lives; what it makes is started by others."""
+    """Makes the engines and routers of one controller. It starts none of them."""
 
-    def __init__(self, config: Config, layout: ProcessLayout, *, run_dir: Path, events: EventLog) -> None:
+    def __init__(self, config: Config, layout: ProcessLayout, *, hosts: Hosts, run_dir: Path, events: EventLog) -> None:
         self._config = config
         self._layout = layout
+        self._hosts = hosts
         self._logs = run_dir / "logs"
         self._events = events
-        self._ports = PortAllocator()
+        self._reserved: list[tuple[Host, Sequence[int]]] = []
         self._scratch = Scratch(run_dir)
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
-        """Within the event loop, before anything is made."""
+        """Prepares directories and the HTTP session. Call it in the event loop, before anything is made."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._scratch.create()
         self._session = new_session()
 
     async def close(self) -> None:
-        """Gives back ports, connections and temporary files. May be called again."""
+        """Gives back ports, connections and temporary files; may be called again."""
         async with AsyncExitStack() as ends:  # each of them, whatever another raises
             ends.push_async_callback(anyio.to_thread.run_sync, self._scratch.remove)
-            ends.callback(self._ports.close)
+            ends.push_async_callback(self._release_ports)
             if self._session is not None:
                 ends.push_async_callback(self._session.close)
 
-    def router(self, name: str, port: int | None = None) -> tuple[RouterClient, ProcessSpec]:
-        """A router on `port` (`router.port`), or a free one. Raises ConfigError where the port is taken."""
-        config = self._config
-        port = self._ports.single() if port is None else self._ports.given(port, "router.port")
-        host, prometheus_port = config.run.host, self._ports.single()
-        argv = router_argv(config.router, host=host, port=port, prometheus_port=prometheus_port)
+    async def router(self, placement: RouterPlacement, port: int | None = None) -> tuple[RouterClient, HostedProcess]:
+        """A router on `port` (`router.port`), or on a free port. Raises ConfigError where the port is taken."""
+        config, name, host = self._config, placement.name, self._hosts[placement.node]
+        if port is None:
+            port = await self._reserve(host)
+        else:
+            await host.reserve_given_port(port, "router.port")
+            self._reserved.append((host, (port,)))
+        address, prometheus_port = config.run.host, await self._reserve(host)
+        argv = router_argv(config.router, host=address, port=port, prometheus_port=prometheus_port)
         spec = ProcessSpec(name=name, argv=argv, env={}, log_path=str(self._logs / f"{name}.log"))
-        metrics_url = f"http://{host}:{prometheus_port}/metrics"
-        return RouterClient(f"http://{host}:{port}", self._open_session, metrics_url=metrics_url), spec
+        metrics_url = f"http://{address}:{prometheus_port}/metrics"
+        client = RouterClient(f"http://{address}:{port}", self._open_session, metrics_url=metrics_url)
+        return client, HostedProcess(spec, host)
 
-    def engine(self, placement: EnginePlacement, model: ServedModel) -> tuple[ManagedEngine, ProcessSpec]:
-        """An engine of `model` as a process of the job's own, and how it is started."""
-        config, device, ports = self._config, self._layout.device, self._ports.engine()
+    async def engine(self, placement: EnginePlacement, model: ServedModel) -> tuple[ManagedEngine, HostedProcess]:
+        """An engine of `model` as a process of the job's own, on the node of its placement."""
+        config, device, host = self._config, self._layout.device, self._hosts[placement.node]
+        ports = EnginePorts.from_base(await self._reserve(host, OFFSETS))
         endpoint = EngineEndpoint(
             engine_id=placement.engine_id,
             generation=0,
@@ -108,14 +117,24 @@ class Builder:
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
         )
-        return engine, spec
+        return engine, HostedProcess(spec, host)
 
     def external(self, external: ExternalEngine) -> ManagedEngine:
-        """An engine that somebody else runs. What it is, it is asked when it joins."""
+        """An engine that somebody else runs. It tells its size and its model when it joins."""
         endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1)
         engine = ManagedEngine(endpoint, session=self._open_session, events=self._events)
         engine.reads_copies = self._config.weights.directory is not None
         return engine
+
+    async def _reserve(self, host: Host, offsets: Sequence[int] = (0,)) -> int:
+        base = await host.reserve_ports(offsets)
+        self._reserved.append((host, [base + offset for offset in offsets]))
+        return base
+
+    async def _release_ports(self) -> None:
+        for host, ports in self._reserved:
+            await host.release_ports(ports)
+        self._reserved.clear()
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

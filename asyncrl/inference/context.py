@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from anyio.abc import TaskGroup
 
@@ -13,9 +12,6 @@ from asyncrl.inference.building import Builder
 from asyncrl.inference.engines.health import HealthMonitoring
 from asyncrl.observability.events import EventLog
 
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetContext:
@@ -23,10 +19,8 @@ class FleetContext:
 
     config: Config
     layout: ProcessLayout
-    host: EngineHost
-    """Starts and ends every process."""
     builder: Builder
-    """Makes engines and routers ready to start."""
+    """Makes engines and routers ready to start, each with the host of its node."""
     events: EventLog
     monitoring: HealthMonitoring
     task_group: TaskGroup

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -23,6 +22,7 @@ from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.data.fleet import EngineState, EvalFleetInfo, FleetView, UpdateAck, UpdateLease
 from asyncrl.errors import EngineError
+from asyncrl.host import Hosts
 from asyncrl.inference.building import Builder
 from asyncrl.inference.context import FleetContext
 from asyncrl.inference.engines.group import end_groups
@@ -34,9 +34,6 @@ from asyncrl.inference.views import InferenceStatistics, statistics_of, view_of
 from asyncrl.observability.events import EventLog
 from asyncrl.tasks import run_all
 
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
-
 
 class InferenceController:
     """The inference side of a job."""
@@ -45,7 +42,7 @@ class InferenceController:
         self,
         config: Config,
         *,
-        host: EngineHost,
+        hosts: Hosts,
         events: EventLog,
         layout: ProcessLayout,
         model_path: Path,
@@ -53,11 +50,10 @@ class InferenceController:
     ) -> None:
         """Nothing is started yet; engines will serve the model in directory `model_path`."""
         self._config = config
-        self._host = host
         self._events = events
         self._layout = layout
         self._model_path = model_path
-        self._builder = Builder(config, layout, run_dir=run_dir, events=events)
+        self._builder = Builder(config, layout, hosts=hosts, run_dir=run_dir, events=events)
         self._monitoring = HealthMonitoring()
         self._weights_check = WeightsCheck()
         self._parts: FleetParts | None = None
@@ -75,7 +71,6 @@ class InferenceController:
         context = FleetContext(
             config=self._config,
             layout=self._layout,
-            host=self._host,
             builder=self._builder,
             events=self._events,
             monitoring=self._monitoring,
@@ -83,7 +78,7 @@ class InferenceController:
         )
         model = trained_model(self._config, self._model_path)
         self._parts = parts = await wire_fleet(context, model)
-        parts.start(context, model)
+        await parts.start(context, model)
 
     async def wait_ready(self) -> None:
         """Returns when the router answers, every engine has generated, and the frozen models are served.
@@ -220,14 +215,14 @@ class InferenceController:
 
     # capacity
 
-    def start_cell(self, engine_id: str | None = None) -> str:
+    async def start_cell(self, engine_id: str | None = None) -> str:
         """Starts an engine that was stopped or given up, or a new one (`engine-<n>`, next in order); returns its id.
 
         None chooses the first engine that can be started again, or a new one where there is none. The engine catches up
         with the published weights as any late joiner does; `recover_updatable_engines` waits for it. An external engine
         joins again. Raises EngineError when it runs already, and when no GPU is left for it.
         """
-        return self._started.capacity.start(engine_id)
+        return await self._started.capacity.start(engine_id)
 
     async def stop_cell(self, engine_id: str, *, force: bool = False) -> None:
         """Takes an engine out of service: no new request reaches it, it finishes those that it has, then it ends.

@@ -43,7 +43,7 @@ class EngineCommands:
                 return health_of(self._controller.fleet(), probes_paused=self._controller.statistics().health_paused)
 
     async def _start(self, engine: str | None, wait: bool) -> CarriedOut:
-        started = self._controller.start_cell(engine)
+        started = await self._controller.start_cell(engine)
         if not wait:
             return CarriedOut(f"{started} is starting; it serves once it has the published weights")
         await self._controller.recover_updatable_engines()

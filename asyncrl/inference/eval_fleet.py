@@ -136,16 +136,18 @@ class EvalFleet:
             await self._group.start_over()
             return self._group
         deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, self._model.path, settings.tensor_parallel)
+        placed = context.layout.beside[EVAL]
+        served = ServedModel(EVAL, self._model.path, settings, self._model.context_length)
+        router, router_process = await context.builder.router(placed.router)
+        built = [await context.builder.engine(placement, served) for placement in placed.engines]
         if self._closed:
             raise EngineError("the fleet has been disposed of")
-        router, spec = context.builder.router(f"router-{EVAL}")
         self._group = group = EngineGroup(
-            context, EVAL, Routing(router), spec, self._follow, deadlines=deadlines, essential=False
+            context, EVAL, Routing(router), router_process, self._follow, deadlines=deadlines, essential=False
         )
         group.start_router()
-        served = ServedModel(EVAL, self._model.path, settings, self._model.context_length)
-        for placement in context.layout.beside[EVAL]:
-            group.start_engine(*context.builder.engine(placement, served))
+        for engine, process in built:
+            group.start_engine(engine, process)
         return group
 
     async def _follow(self, engine: ManagedEngine) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import anyio
 
-from asyncrl.config.layout import EnginePlacement
+from asyncrl.config.layout import ServedPlacement
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import ServedModel
@@ -36,15 +36,17 @@ class FrozenModels:
         """By name; empty before `start`."""
         return self._groups
 
-    def start(self, default: ServedModel) -> None:
+    async def start(self, default: ServedModel) -> None:
         """Starts them all; `default` is the trained model, as it is on disk."""
         for name, settings in self._context.config.models.items():
             path = settings.path or default.path
             model = ServedModel(name, path, settings, settings.context_length, frozen=True)
-            self._groups[name] = self._start_group(model, self._context.layout.beside[name])
+            self._groups[name] = await self._start_group(model, self._context.layout.beside[name])
 
-    def _start_group(self, model: ServedModel, placements: tuple[EnginePlacement, ...]) -> EngineGroup:
-        router, spec = self._context.builder.router(f"router-{model.name}")
+    async def _start_group(self, model: ServedModel, placed: ServedPlacement) -> EngineGroup:
+        builder = self._context.builder
+        router, router_process = await builder.router(placed.router)
+        built = [await builder.engine(placement, model) for placement in placed.engines]
         routing = Routing(router)
 
         async def serve(engine: ManagedEngine) -> None:
@@ -54,10 +56,10 @@ class FrozenModels:
             except EngineError as error:
                 await engine.quarantine(str(error))
 
-        group = EngineGroup(self._context, model.name, routing, spec, serve)
+        group = EngineGroup(self._context, model.name, routing, router_process, serve)
         group.start_router()
-        for placement in placements:
-            group.start_engine(*self._context.builder.engine(placement, model))
+        for engine, process in built:
+            group.start_engine(engine, process)
         return group
 
     async def wait_answering(self, group: EngineGroup) -> None:

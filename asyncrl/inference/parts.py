@@ -24,9 +24,6 @@ from asyncrl.inference.updates.deadlines import Deadlines
 from asyncrl.inference.updates.state import UpdateState
 from asyncrl.inference.updates.weight_updates import WeightUpdates
 
-ROUTER = "router"
-"""Name of the trained model's router."""
-
 
 @dataclass(frozen=True, slots=True)
 class FleetParts:
@@ -53,14 +50,15 @@ class FleetParts:
         """See `FleetView.needs_publication`."""
         return needs_publication(self.actor.engines, self.state.published)
 
-    def start(self, context: FleetContext, model: ServedModel) -> None:
+    async def start(self, context: FleetContext, model: ServedModel) -> None:
         """Starts routers and engines of the trained model and of the frozen ones; `model` is the trained one."""
+        built = [await context.builder.engine(placement, model) for placement in context.layout.engines]
         self.actor.start_router()
-        for placement in context.layout.engines:
-            self.actor.start_engine(*context.builder.engine(placement, model))
+        for engine, process in built:
+            self.actor.start_engine(engine, process)
         for external in context.layout.external:
             self.actor.start_engine(context.builder.external(external), None)
-        self.models.start(model)
+        await self.models.start(model)
 
 
 def trained_model(config: Config, path: Path) -> ServedModel:
@@ -79,7 +77,7 @@ async def wire_fleet(context: FleetContext, model: ServedModel) -> FleetParts:
     config, events = context.config, context.events
     ranks = config.engine.tensor_parallel
     deadlines = await anyio.to_thread.run_sync(Deadlines.of_model, model.path, ranks)
-    router, router_spec = context.builder.router(ROUTER, config.router.port)
+    router, router_process = await context.builder.router(context.layout.router, config.router.port)
     state, routing, copies = UpdateState(), Routing(router), CopiesInUse()
     gpus = SharedGpus(config.train.step_timeout_s)
     catch_up = CatchUp(
@@ -91,7 +89,7 @@ async def wire_fleet(context: FleetContext, model: ServedModel) -> FleetParts:
         verify=config.weights.verify != "never",
         events=events,
     )
-    actor = EngineGroup(context, ACTOR, routing, router_spec, catch_up.keep, deadlines=deadlines, gpus=gpus)
+    actor = EngineGroup(context, ACTOR, routing, router_process, catch_up.keep, deadlines=deadlines, gpus=gpus)
     return FleetParts(
         actor=actor,
         models=FrozenModels(context),

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.exit_protocol import StopRequest
-from asyncrl.host import EngineHost
+from asyncrl.host import Hosts
 from asyncrl.observability.events import EventLog
 from asyncrl.run.pauses import Pauses
 from asyncrl.run.recorder import Recorder
@@ -30,8 +30,8 @@ class Job:
     directory: RunDirectory
     events: EventLog
     record: Recorder
-    host: EngineHost
-    """Owns every process of the job on this node."""
+    hosts: Hosts
+    """By node, the owner of the job's processes there."""
     stop: StopRequest
     """Set when the job was asked to leave after the step in progress."""
     task_group: TaskGroup

@@ -10,7 +10,8 @@ import pytest
 
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError
-from asyncrl.config.reading.loading import LoadedConfig, parse_command_line, resolve
+from asyncrl.config.reading.loaded import LoadedConfig
+from asyncrl.config.reading.loading import parse_command_line, resolve
 
 Load = Callable[..., LoadedConfig]
 Refused = Callable[..., dict[str, str]]

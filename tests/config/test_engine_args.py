@@ -1,10 +1,6 @@
-"""Server arguments are checked against the installed engine's own list."""
+"""Server arguments are checked against the engine's own list."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +8,7 @@ from asyncrl.config.checks.engine_args import RESERVED, engine_arguments, server
 
 
 def problem(name: str, value: object) -> str | None:
-    found = server_arg_problems({name: value})
+    found = list(server_arg_problems({name: value}))
     assert len(found) <= 1
     return found[0].text if found else None
 
@@ -35,6 +31,9 @@ def problem(name: str, value: object) -> str | None:
         ("tool_call_parser", "auto"),
         ("fp8_gemm_backend", "auto"),
         ("enable_tf32_matmul", False),
+        ("lora_target_modules", "all"),
+        ("lora_target_modules", ["q_proj", "k_proj"]),
+        ("modelopt_quant", {"quant_cfg": "fp8"}),
     ],
 )
 def test_what_the_engine_takes_passes(name, value):
@@ -53,7 +52,11 @@ def test_what_the_engine_takes_passes(name, value):
         ("schedule_policy", "best", "one of lpm, random"),
         ("attention_backend", "foo", "one of triton, torch_native"),
         ("cuda_graph_bs_decode", 3, "expects a list"),
+        ("cuda_graph_bs_decode", [1, "x"], "expects a list, each item a whole number"),
+        ("lora_target_modules", "none_such", "expects one of q_proj, k_proj"),
+        ("fuseep_mode", True, "expects one of 1, 2"),
         ("stat_loggers", 1, "no such server argument"),
+        ("config", "engine.yaml", "write its settings into this table"),
         ("model_path", "x", "use model.path"),
         ("tp_size", 2, "use engine.tensor_parallel"),
         ("tensor_parallel_size", 2, "use engine.tensor_parallel"),
@@ -68,28 +71,3 @@ def test_what_the_engine_or_the_job_cannot_take_is_refused(name, value, text):
 
 def test_every_reserved_name_is_an_argument_of_the_engine():
     assert set(RESERVED) <= set(engine_arguments())
-
-
-def test_the_list_is_read_without_importing_the_engine():
-    code = (
-        "import sys; from asyncrl.config.checks.engine_args import engine_arguments; print(len(engine_arguments())); "
-        "sys.exit('sglang' in sys.modules or 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert int(done.stdout) > 400
-
-
-@pytest.mark.system
-def test_the_list_is_that_of_the_engines_own_parser():
-    code = (
-        "import argparse, json; from sglang.srt.server_args import ServerArgs; p = argparse.ArgumentParser(); "
-        "ServerArgs.add_cli_args(p); "
-        "options = [option for action in p._actions for option in action.option_strings if option.startswith('--')]; "
-        "print(json.dumps([option[2:].replace('-', '_') for option in options]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=110)
-    options = set(json.loads(done.stdout.splitlines()[-1]))
-    named = set(engine_arguments()) | {alias for a in engine_arguments().values() for alias in a.aliases}
-    assert named <= options
-    negated = {f"no_{name}" for name, argument in engine_arguments().items() if argument.negatable}
-    assert options - named - negated <= {"help", "config", "monokernel_backend"}

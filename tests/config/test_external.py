@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.layout import plan_layout
+from asyncrl.config.layout import Gpu
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.config.reading.report import dry_run_report
 from tests.config.conftest import Load, Refused
 
@@ -25,7 +26,7 @@ def test_external_engines_replace_those_that_would_be_started_unless_some_are_as
 def test_on_gpus_external_engines_leave_those_of_this_job_unused(load: Load) -> None:
     config = load(f"--engine.external={URL}").config
     layout = plan_layout(config, Machine(gpus=("0", "1")))
-    assert (layout.engines, layout.unused_gpus, layout.colocated) == ((), (1,), False)
+    assert (layout.engines, layout.unused_gpus, layout.colocated) == ((), (Gpu(0, 1),), False)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.problems import InvalidConfigError
-from asyncrl.config.reading.loading import LoadedConfig, load_config, parse_command_line
+from asyncrl.config.reading.loaded import LoadedConfig
+from asyncrl.config.reading.loading import load_config, parse_command_line
 from asyncrl.config.reading.schema import fields
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-from importlib import import_module
 from typing import Any
 
 import pytest
 
+from asyncrl.config.arguments.argument_list import argument_list
 from asyncrl.config.checks import router_args
-from asyncrl.config.checks.router_args import MODULES, RESERVED, router_arguments, router_problems
+from asyncrl.config.checks.router_args import MODULES, RESERVED, router_problems
 from asyncrl.config.sections.inference import RouterConfig
 
 
@@ -72,31 +69,5 @@ def test_a_router_that_is_not_installed_is_named_once_with_the_fix(monkeypatch: 
     assert told == ("router.package: smg is not installed; run pip install 'asyncrl[smg]', or set it to sglang-router")
 
 
-@pytest.mark.parametrize("package", MODULES)
-def test_the_list_is_that_of_the_routers_own_parser(package: str) -> None:
-    parser = argparse.ArgumentParser()
-    import_module(f"{MODULES[package]}.router_args").RouterArgs.add_cli_args(parser)
-    options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
-    arguments = router_arguments(package).values()
-    named = {name for argument in arguments for name in (argument.name, *argument.aliases)}
-    options = {option[2:].replace("-", "_") for option in options} - {"help"}
-    assert named == options - {f"no_{name}" for name in named}
-    switches = {
-        action.option_strings[0][2:].replace("-", "_")
-        for action in parser._actions
-        if action.nargs == 0 and action.dest != "help"
-    }
-    assert {argument.name for argument in arguments if argument.kind == "bool"} == switches
-
-
 def test_every_reserved_name_is_an_argument_of_a_router() -> None:
-    assert set(RESERVED) <= {name for package in MODULES for name in router_arguments(package)}
-
-
-def test_the_list_is_read_without_importing_the_router() -> None:
-    code = (
-        "import sys; from asyncrl.config.checks.router_args import router_arguments; "
-        "print(len(router_arguments('sglang-router'))); sys.exit('sglang_router' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert int(done.stdout) > 90
+    assert set(RESERVED) <= {name for package in MODULES for name in argument_list(package).arguments}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.config.reading.report import dry_run_report
 from tests.config.conftest import Load, Refused
 
@@ -41,7 +41,7 @@ def test_a_named_section_is_read_from_files_and_options_alike(load: Load, judge:
 def test_an_empty_section_serves_the_policy_as_it_was(load: Load) -> None:
     loaded = load(toml="[models.reference]\n")
     assert loaded.config.models["reference"].path is None
-    assert [engine.engine_id for engine in loaded.layout.beside["reference"]] == ["reference-0"]
+    assert [engine.engine_id for engine in loaded.layout.beside["reference"].engines] == ["reference-0"]
 
 
 @pytest.mark.parametrize("name", ["actor", "engine", "router", "eval", "external", "host", "reward"])
@@ -90,9 +90,9 @@ def test_engines_beside_get_the_last_gpus_and_the_trained_model_what_is_left(loa
     config = load(toml=judge + "tensor_parallel = 2\n[eval.fleet]\n" + EVAL).config
     layout = plan_layout(config, gpus(7))
     assert [engine.gpus for engine in layout.engines] == [(1,), (2,), (3,)]
-    assert [engine.gpus for engine in layout.beside["judge"]] == [(5, 6)]
-    assert layout.beside["judge"][0].visible_devices == "GPU-5,GPU-6"
-    assert [engine.gpus for engine in layout.beside["eval"]] == [(4,)]
+    assert [engine.gpus for engine in layout.beside["judge"].engines] == [(5, 6)]
+    assert layout.beside["judge"].engines[0].visible_devices == "GPU-5,GPU-6"
+    assert [engine.gpus for engine in layout.beside["eval"].engines] == [(4,)]
     assert layout.unused_gpus == ()
 
 
@@ -100,7 +100,7 @@ def test_named_gpus_are_taken_and_kept_from_others(load: Load, judge: str) -> No
     config = load(toml=judge).config
     chosen = config.model_copy(update={"models": {"judge": config.models["judge"].model_copy(update={"gpus": (1,)})}})
     layout = plan_layout(chosen, gpus(4))
-    assert [engine.gpus for engine in layout.beside["judge"]] == [(1,)]
+    assert [engine.gpus for engine in layout.beside["judge"].engines] == [(1,)]
     assert [engine.gpus for engine in layout.engines] == [(2,), (3,)]
 
 

@@ -296,7 +296,7 @@ class FakeController:
     def health_monitoring_resume(self) -> None:
         self._health_paused = False
 
-    def start_cell(self, engine_id: str | None = None) -> str:
+    async def start_cell(self, engine_id: str | None = None) -> str:
         if engine_id is None:
             stopped = (name for name, engine in self._engines.items() if engine.state is EngineState.STOPPED)
             engine_id = next(stopped, f"engine-{len(self._engines)}")

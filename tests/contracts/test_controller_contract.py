@@ -193,10 +193,10 @@ async def test_engines_are_stopped_and_started_while_a_job_runs_but_not_the_last
         with pytest.raises(EngineError, match="the last engine that serves"):
             await controller.stop_cell("engine-1")
         with pytest.raises(EngineError, match="engine-1 cannot be started: it is serving"):
-            controller.start_cell("engine-1")
+            await controller.start_cell("engine-1")
         with pytest.raises(EngineError, match="there is no engine engine-7"):
-            controller.start_cell("engine-7")
-        controller.start_cell("engine-0")
+            await controller.start_cell("engine-7")
+        await controller.start_cell("engine-0")
         await eventually(lambda: subject.states()[0] is EngineState.PENDING_WEIGHTS)
         assert controller.fleet().engines[0].endpoint.generation == 1
         await subject.publish("0.1")

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlacement
-from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
 from tests.scripted import Fault, ScriptedEngine, ScriptedHost, ScriptedRouter, instead
@@ -83,6 +82,7 @@ def cpu_layout(engines: int) -> ProcessLayout:
         engines=tuple(
             EnginePlacement(
                 engine_id=f"engine-{i}",
+                node=0,
                 tensor_parallel=1,
                 gpus=(),
                 visible_devices="",
@@ -127,7 +127,7 @@ def start_fleet(tmp_path: Path) -> StartFleet:
         events = EventLog(None)
         controller = InferenceController(
             Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
-            host=cast(EngineHost, host),
+            hosts={0: host},
             events=events,
             layout=layout or (colocated_layout(engines) if colocated else cpu_layout(engines)),
             model_path=tmp_path,

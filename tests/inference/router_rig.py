@@ -15,7 +15,7 @@ from aiohttp import web
 from anyio.abc import Process
 
 from asyncrl.config.sections.inference import RouterConfig
-from asyncrl.inference.engines.ports import PortAllocator
+from asyncrl.host.ports import PortAllocator
 from asyncrl.inference.routing.router_client import RouterClient
 from asyncrl.inference.sglang.launch import router_argv
 from asyncrl.tasks import Changes
@@ -193,7 +193,7 @@ async def real_router(log_dir: Path, **config: Any) -> AsyncIterator[RealRouter]
     """A router that answers and has no engines, with settings of the `router` section."""
     section = RouterConfig.model_validate(config)
     ports = PortAllocator()
-    port, prometheus_port, log = ports.single(), ports.single(), log_dir / "router.log"
+    port, prometheus_port, log = ports.reserve(), ports.reserve(), log_dir / "router.log"
     process = await spawn(section, port, prometheus_port, log)
     connector = aiohttp.TCPConnector(limit=0)
     try:

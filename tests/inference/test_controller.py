@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
-from typing import cast
 
 import anyio
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
@@ -138,7 +136,7 @@ async def test_a_taken_router_port_is_named_with_its_field_and_nothing_is_starte
         port = taken.getsockname()[1]
         controller = InferenceController(
             Config.model_validate({"router": {"port": port}}),
-            host=cast(EngineHost, host),
+            hosts={0: host},
             events=EventLog(None),
             layout=cpu_layout(1),
             model_path=tmp_path,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.layout import EnginePlacement
+from asyncrl.config.layout import DRIVER_NODE, EnginePlacement, RouterPlacement, ServedPlacement
 from asyncrl.errors import EngineError
 from asyncrl.inference.routing.router_client import RouterClient
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
@@ -24,8 +24,12 @@ PATIENT = {"health": {"interval_s": 0.1, "timeout_s": 1.0, "failures": 2}}
 """Where a restart that nobody meant would be counted: a starved loop answers no probe within 0.2 s."""
 
 
-def beside(name: str, engines: int) -> tuple[EnginePlacement, ...]:
-    return tuple(EnginePlacement(f"{name}-{i}", 1, (), "", colocated=False, transport="disk") for i in range(engines))
+def beside(name: str, engines: int) -> ServedPlacement:
+    placements = (
+        EnginePlacement(f"{name}-{i}", DRIVER_NODE, 1, (), "", colocated=False, transport="disk")
+        for i in range(engines)
+    )
+    return ServedPlacement(RouterPlacement(f"router-{name}", DRIVER_NODE), tuple(placements))
 
 
 @dataclass

@@ -9,7 +9,7 @@ Invariants, as for the real host
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -18,6 +18,7 @@ import anyio.abc
 
 from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host import ProcessExit, ProcessSpec
+from asyncrl.host.ports import PortAllocator
 from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
 from tests.scripted.server import ScriptedServer
@@ -44,6 +45,7 @@ class ScriptedHost:
         """Names in the order of their spawns."""
         self.dead = False
         """True once the host has died."""
+        self._ports = PortAllocator()
         self._processes: dict[str, _Process] = {}
         self._tasks = anyio.create_task_group()
 
@@ -55,6 +57,7 @@ class ScriptedHost:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> bool | None:
         self.die()
+        self._ports.close()
         return await self._tasks.__aexit__(kind, error, tb)
 
     async def spawn(self, spec: ProcessSpec) -> int:
@@ -104,6 +107,15 @@ class ScriptedHost:
         """Returns the end of the process's log."""
         self._check_alive()
         return self._process(name).server.last_words
+
+    async def reserve_ports(self, offsets: Sequence[int] = (0,)) -> int:
+        return self._ports.reserve(offsets)
+
+    async def reserve_given_port(self, port: int, field: str) -> None:
+        self._ports.reserve_given(port, field)
+
+    async def release_ports(self, ports: Iterable[int]) -> None:
+        self._ports.release(ports)
 
     def die(self) -> None:
         """Ends the host itself, and every process with it."""

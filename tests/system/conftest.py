@@ -18,8 +18,9 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.layout import ProcessLayout, plan_layout
+from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.data.fleet import EngineState, UpdateAck
 from asyncrl.host import EngineHost
 from asyncrl.host.proc import descendants
@@ -100,7 +101,7 @@ async def started_fleet(
 
     async with EngineHost.start(run_dir / "logs") as host:
         controller = InferenceController(
-            config, host=host, events=events, layout=layout, model_path=models[0], run_dir=run_dir
+            config, hosts={0: host}, events=events, layout=layout, model_path=models[0], run_dir=run_dir
         )
         shared = RealFleet(config, layout, host, controller, events, run_dir, models)
 

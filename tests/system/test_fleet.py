@@ -13,8 +13,8 @@ import anyio
 import psutil
 import pytest
 
-from asyncrl.config.layout import plan_layout
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.host import EngineHost
@@ -220,7 +220,7 @@ async def test_an_engine_on_a_broken_model_is_reported_at_once_and_nothing_stays
         async with EngineHost.start(tmp_path / "logs") as host:
             controller = InferenceController(
                 config,
-                host=host,
+                hosts={0: host},
                 events=EventLog(None),
                 layout=plan_layout(config, Machine()),
                 model_path=broken,

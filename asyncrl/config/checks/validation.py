@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.config.arguments.argument_list import unchecked_warning
+from asyncrl.config.checks import engine_args, router_args
 from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
 from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
 from asyncrl.config.checks.router_args import router_problems
-from asyncrl.config.checks.served import served_problems
+from asyncrl.config.checks.served import served_beside, served_problems
 from asyncrl.config.checks.staleness import least_staleness
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
@@ -43,6 +45,19 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *server_arg_problems(config.engine.server_args),
         *router_problems(config.router),
     ]
+
+
+def config_warnings(config: Config) -> Iterator[str]:
+    """What a user should know about a configuration that works."""
+    passed_on: dict[str, list[str]] = {}
+    sections = {"engine": config.engine.server_args} | {
+        section: settings.server_args for section, settings in served_beside(config).values()
+    }
+    passed_on[engine_args.PACKAGE] = [f"{section}.server_args" for section, given in sections.items() if given]
+    passed_on[config.router.package] = [router_args.PREFIX] if config.router.args else []
+    for package, keys in passed_on.items():
+        if keys and (warning := unchecked_warning(keys, package)) is not None:
+            yield warning
 
 
 def _sampling_problems(config: Config) -> Iterator[Problem]:

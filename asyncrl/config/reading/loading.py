@@ -12,32 +12,22 @@ key and its override are spelled alike and one look-up names the nearest valid k
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from asyncrl.config.checks.inputs import input_problems, read_model_facts
-from asyncrl.config.checks.validation import config_problems
-from asyncrl.config.layout import ProcessLayout, derive_layout
+from asyncrl.config.checks.validation import config_problems, config_warnings
 from asyncrl.config.machine import Machine, rank_of
+from asyncrl.config.placement.rules import derive_layout
 from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.reading.layers import Layers, redacted_entries
+from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.redaction import shown
 from asyncrl.config.reading.schema import FieldSpec, KeyPath, spec_of, table_of
 from asyncrl.config.root import Config
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A configuration that can work on this machine, and how it came about."""
-
-    config: Config
-    sources: Mapping[str, str]
-    """Dotted key → `default`, the file as it was named, or the option as it was spelled."""
-    machine: Machine
-    layout: ProcessLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,9 @@ def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None
             print_help(sys.stdout)
         raise SystemExit(0)
     loaded = resolve(line, Machine.detect())
+    if loaded.machine.rank == 0:
+        for warning in loaded.warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if line.dry_run:
         if loaded.machine.rank == 0:
             from asyncrl.config.reading.report import dry_run_report
@@ -138,7 +131,7 @@ def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
         ]
     if problems or layout is None:
         raise InvalidConfigError(problems)
-    return LoadedConfig(config, _sources(config, layers), machine, layout)
+    return LoadedConfig(config, _sources(config, layers), machine, layout, tuple(config_warnings(config)))
 
 
 def _is_option(token: str) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import anyio
 
-from asyncrl.config.layout import EnginePlacement, place_another
+from asyncrl.config.layout import EnginePlacement
+from asyncrl.config.placement.rules import place_another
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError
 from asyncrl.inference.building import ServedModel
@@ -44,13 +45,18 @@ class Capacity:
         self._group = group
         self._model = model
         self._placements = {placement.engine_id: placement for placement in context.layout.engines}
+        self._starting = anyio.Lock()
 
-    def start(self, engine_id: str | None = None) -> str:
+    async def start(self, engine_id: str | None = None) -> str:
         """Starts an engine that was stopped or given up, or the next new one; returns its id.
 
         None chooses the first engine that can be started again, or a new one where there is none. Raises EngineError
         when the engine cannot be started.
         """
+        async with self._starting:  # one at a time: each new engine takes GPUs that the others left
+            return await self._start(engine_id)
+
+    async def _start(self, engine_id: str | None) -> str:
         self._group.check()
         if engine_id is None:
             idle = (engine.engine_id for engine in self._group.engines if self._can_start(engine))
@@ -58,7 +64,9 @@ class Capacity:
         engine = self._find(engine_id)
         if engine is None:
             placement = self._place(engine_id)
-            self._group.start_engine(*self._context.builder.engine(placement, self._model))
+            built = await self._context.builder.engine(placement, self._model)
+            self._group.check()
+            self._group.start_engine(*built)
             self._placements[engine_id] = placement
         elif self._group.is_wanted(engine) or engine.state is EngineState.DRAINING:
             raise EngineError(f"{engine_id} cannot be started: it is {engine.state}")
@@ -120,7 +128,7 @@ class Capacity:
     def _place(self, engine_id: str) -> EnginePlacement:
         if engine_id != self._next_id:
             raise EngineError(f"there is no engine {engine_id}; there are {self._names()}, and {self._next_id} is next")
-        taken = {gpu for placement in self._placements.values() for gpu in placement.gpus}
+        taken = {gpu for placement in self._placements.values() for gpu in placement.devices}
         return place_another(self._config, self._context.layout, engine_id, taken)
 
     @property

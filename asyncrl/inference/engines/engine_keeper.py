@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, HostLostError
-from asyncrl.host import ProcessExit, ProcessSpec
+from asyncrl.host import HostedProcess, ProcessExit
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.exits import describe_exit, last_lines
 from asyncrl.inference.engines.health import watch_health
@@ -44,17 +44,16 @@ HEAD_START_S = 0.1
 class EngineKeeper(Keeper):
     """One engine and its process."""
 
-    def __init__(self, engine: ManagedEngine, context: KeeperContext, spec: ProcessSpec) -> None:
-        """`spec` is how the engine's process is started."""
+    def __init__(self, engine: ManagedEngine, context: KeeperContext, process: HostedProcess) -> None:
+        """`process` is the engine's process, on the host of its node."""
         super().__init__(engine, context)
-        self._spec = spec
-        self._host = context.host
+        self._process = process
         self._serving = anyio.CancelScope()
         """Of the tasks that bring the present process into service and watch it."""
 
     def successor(self) -> EngineKeeper:
-        """A new keeper for the same engine, with the same process specification."""
-        return EngineKeeper(self.engine, self.context, self._spec)
+        """A new keeper for the same engine, which starts its process in the same way."""
+        return EngineKeeper(self.engine, self.context, self._process)
 
     async def _keep(self) -> None:
         history, policy = RestartHistory(), self.context.restart_policy
@@ -99,7 +98,7 @@ class EngineKeeper(Keeper):
         await self.context.routing.remove(self.engine)
         # Refused only where there is nothing to end: never spawned, or the host is gone and the process with it.
         with contextlib.suppress(EngineError):
-            await self._host.stop(self.engine.engine_id, GRACE_S)
+            await self._process.stop(GRACE_S)
         await self._wait_returned()
 
     async def quarantine(self, reason: str) -> None:
@@ -117,7 +116,7 @@ class EngineKeeper(Keeper):
                 if engine.state is not EngineState.QUARANTINED:  # it ended by itself, and the next process has its name
                     return
                 with contextlib.suppress(EngineError):  # the host is gone, and every process with it
-                    await self._host.kill(engine.engine_id)
+                    await self._process.kill()
 
     async def _live(self) -> None:
         """One process from its spawn to its end; leaves the outcome in the engine's state and `failure`."""
@@ -129,9 +128,9 @@ class EngineKeeper(Keeper):
             self.engine.changed()
 
     async def _run_process(self) -> None:
-        engine, host = self.engine, self._host
+        engine, process = self.engine, self._process
         try:
-            pid = await host.spawn(self._spec)
+            pid = await process.spawn()
         except HostLostError:
             raise
         except EngineError as error:
@@ -141,12 +140,12 @@ class EngineKeeper(Keeper):
             return
         if self._unwanted.is_set():  # it was stopped before there was a process to end
             with contextlib.suppress(EngineError):
-                await host.kill(engine.engine_id)
+                await process.kill()
             return
         self._serving = anyio.CancelScope()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve, pid, self._serving)
-            exited = await host.wait(engine.engine_id)
+            exited = await process.wait()
             task_group.cancel_scope.cancel()
         if not self._unwanted.is_set():
             await self._account(exited)
@@ -160,7 +159,7 @@ class EngineKeeper(Keeper):
             try:
                 await engine.wait_first_generation(self.context.config.engine.start_timeout_s)
             except EngineError as error:
-                await self.quarantine(f"{error}. {await last_lines(self._host, self._spec)}")
+                await self.quarantine(f"{error}. {await last_lines(self._process)}")
                 return
             working = await anyio.to_thread.run_sync(working_processes, pid)
             if not engine.frozen:
@@ -175,7 +174,7 @@ class EngineKeeper(Keeper):
     async def _watch_processes(self, working: dict[int, str]) -> None:
         ended = await first_end(working)
         if self.wanted:
-            await self.quarantine(f"its process {ended} ended. {await last_lines(self._host, self._spec)}")
+            await self.quarantine(f"its process {ended} ended. {await last_lines(self._process)}")
 
     async def _watch_health(self) -> None:
         await watch_health(
@@ -192,7 +191,7 @@ class EngineKeeper(Keeper):
         if engine.state is EngineState.QUARANTINED:
             return
         when = "before its first generation" if engine.state is EngineState.STARTING else f"while {engine.state}"
-        engine.failure = EngineError(describe_exit(engine.engine_id, exited, Path(self._spec.log_path), when))
+        engine.failure = EngineError(describe_exit(engine.engine_id, exited, Path(self._process.spec.log_path), when))
         engine.move(EngineState.DEAD, f"its process ended ({exited.returncode})")
         await self.context.routing.remove(engine)
         self.context.events.emit(

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.errors import EngineError
-from asyncrl.host import ProcessExit, ProcessSpec
-
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
+from asyncrl.host import HostedProcess, ProcessExit
 
 TAIL_LINES = 20
 
@@ -23,13 +19,13 @@ def describe_exit(name: str, process: ProcessExit, log_path: Path, when: str) ->
     )
 
 
-async def last_lines(host: EngineHost, spec: ProcessSpec) -> str:
+async def last_lines(process: HostedProcess) -> str:
     """`Last lines of …:` and the lines, of a process that lives; says so where the host does not know them."""
     try:
-        tail = await host.tail(spec.name, TAIL_LINES)
+        tail = await process.tail(TAIL_LINES)
     except EngineError as error:
         tail = f"(unknown: {error})"
-    return f"Last lines of {spec.log_path}:\n{indent(tail)}"
+    return f"Last lines of {process.spec.log_path}:\n{indent(tail)}"
 
 
 def indent(log_tail: str) -> str:

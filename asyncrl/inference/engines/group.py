@@ -16,7 +16,7 @@ import anyio
 import structlog
 
 from asyncrl.errors import EngineError, EnginesLostError
-from asyncrl.host import ProcessSpec
+from asyncrl.host import HostedProcess
 from asyncrl.inference.context import FleetContext
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.engine_keeper import EngineKeeper
@@ -45,7 +45,7 @@ class EngineGroup:
         context: FleetContext,
         name: str,
         routing: Routing,
-        router_spec: ProcessSpec,
+        router_process: HostedProcess,
         catch_up: CatchUpEngine,
         *,
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
@@ -56,7 +56,7 @@ class EngineGroup:
 
         Args:
             name: of the model, in messages and events.
-            router_spec: how the router's process is started; `routing` speaks to it.
+            router_process: the router's process; `routing` speaks to it.
             catch_up: brings an engine that generates to the weights of the group, for as long as the engine lives.
             deadlines: of the steps that an engine of the group may be asked for.
             gpus: those that its engines share with the trainer; None where they share none.
@@ -74,7 +74,6 @@ class EngineGroup:
         self._gpus = gpus or SharedGpus()
         self._keeping = KeeperContext(
             config=context.config,
-            host=context.host,
             events=context.events,
             monitoring=context.monitoring,
             routing=routing,
@@ -86,7 +85,7 @@ class EngineGroup:
         )
         self._supervision = Supervision(name, context.task_group, essential=essential, on_failure=self.changed)
         self._keepers: dict[str, Keeper] = {}
-        self._router = RouterKeeper(self._keeping, router_spec)
+        self._router = RouterKeeper(self._keeping, router_process)
         self._earlier_restarts = 0
         """Of keepers that have a successor."""
         self._changes = Changes()
@@ -98,12 +97,14 @@ class EngineGroup:
         """Starts the router and keeps it running."""
         self._supervision.start(self._router.run, f"keep the router of {self.name}")
 
-    def start_engine(self, engine: ManagedEngine, spec: ProcessSpec | None) -> None:
-        """Starts a new engine and keeps it running; without `spec`, an external engine joins."""
+    def start_engine(self, engine: ManagedEngine, process: HostedProcess | None) -> None:
+        """Starts a new engine and keeps it running; without `process`, an external engine joins."""
         self.engines.append(engine)
         engine.observer = self
         keeping = self._keeping
-        self._start_keeper(ExternalKeeper(engine, keeping) if spec is None else EngineKeeper(engine, keeping, spec))
+        self._start_keeper(
+            ExternalKeeper(engine, keeping) if process is None else EngineKeeper(engine, keeping, process)
+        )
 
     def start_again(self, engine: ManagedEngine) -> None:
         """Starts an engine that was stopped or given up, and whose keeper has ended."""

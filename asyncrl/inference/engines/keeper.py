@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import structlog
@@ -29,9 +29,6 @@ from asyncrl.inference.updates.deadlines import Deadlines
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 
-if TYPE_CHECKING:
-    from asyncrl.host import EngineHost
-
 CatchUpEngine = Callable[[ManagedEngine], Coroutine[Any, Any, None]]
 """Brings an engine that generates to the weights of its group, for as long as it lives; cancelled when it ends."""
 
@@ -46,7 +43,6 @@ class KeeperContext:
     """What the keepers of a group, its router's included, share."""
 
     config: Config
-    host: EngineHost
     events: EventLog
     monitoring: HealthMonitoring
     routing: Routing

@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 
 from asyncrl.errors import EngineError, HostLostError
-from asyncrl.host import ProcessSpec
+from asyncrl.host import HostedProcess
 from asyncrl.inference.engines.exits import describe_exit, last_lines
 from asyncrl.inference.engines.health import watch_health
 from asyncrl.inference.engines.keeper import KeeperContext
@@ -31,14 +31,13 @@ GRACE_S = 1.0
 class RouterKeeper:
     """One router and its process."""
 
-    def __init__(self, context: KeeperContext, spec: ProcessSpec) -> None:
-        """`spec` is how the router's process is started."""
+    def __init__(self, context: KeeperContext, process: HostedProcess) -> None:
+        """`process` is the router's process, on the host of its node."""
         self.answers = False
         """Whether the present process has answered."""
         self.restarts = 0
         self._context = context
-        self._spec = spec
-        self._host = context.host
+        self._process = process
         self._routing = context.routing
         self._events = context.events
         self._unwanted = anyio.Event()
@@ -47,7 +46,7 @@ class RouterKeeper:
 
     def successor(self) -> RouterKeeper:
         """A new keeper for the same router, once this one has ended."""
-        return RouterKeeper(self._context, self._spec)
+        return RouterKeeper(self._context, self._process)
 
     async def run(self) -> None:
         """Returns when the router is not wanted any more; raises EngineError when it is given up."""
@@ -58,23 +57,23 @@ class RouterKeeper:
             if self._unwanted.is_set():
                 return
             self._ended_at = anyio.current_time()
-            failure = self._failure or EngineError(f"{self._spec.name} ended")
+            failure = self._failure or EngineError(f"{self._process.name} ended")
             if not (answered or self.restarts):
                 raise failure
             history, delay_s = policy.after_end(history, self._ended_at)
             if delay_s is None:
                 restarts = len(history.restarts)
-                self._events.emit(ProcessGivenUp(name=self._spec.name, restarts=restarts, reason=str(failure)))
+                self._events.emit(ProcessGivenUp(name=self._process.name, restarts=restarts, reason=str(failure)))
                 raise failure
             self._events.emit(
                 ProcessRestarting(
-                    name=self._spec.name,
+                    name=self._process.name,
                     restarts=len(history.restarts),
                     delay_s=delay_s,
                     reason=str(failure).splitlines()[0],
                 )
             )
-            with WAITS.register("restart", self._spec.name, delay_s), anyio.move_on_after(delay_s):
+            with WAITS.register("restart", self._process.name, delay_s), anyio.move_on_after(delay_s):
                 await self._unwanted.wait()
             self.restarts += 1
 
@@ -83,13 +82,13 @@ class RouterKeeper:
         self._unwanted.set()
         # Refused only where there is nothing to end: never spawned, or the host is gone and the process with it.
         with contextlib.suppress(EngineError):
-            await self._host.stop(self._spec.name, GRACE_S)
+            await self._process.stop(GRACE_S)
 
     async def _live(self) -> None:
         """One process from its spawn to its end; leaves in `_failure` why it ended."""
         self._failure = None
         try:
-            await self._host.spawn(self._spec)
+            await self._process.spawn()
         except HostLostError:
             raise
         except EngineError as error:
@@ -97,34 +96,36 @@ class RouterKeeper:
             return
         if self._unwanted.is_set():  # it was stopped before there was a process to end
             with contextlib.suppress(EngineError):
-                await self._host.kill(self._spec.name)
+                await self._process.kill()
             return
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._serve)
-            exited = await self._host.wait(self._spec.name)
+            exited = await self._process.wait()
             task_group.cancel_scope.cancel()
         if self._failure is None:
             when = "while engines need it" if self.answers else "before it answered"
-            self._failure = EngineError(describe_exit(self._spec.name, exited, self._log_path, when))
+            self._failure = EngineError(describe_exit(self._process.name, exited, self._log_path, when))
 
     async def _serve(self) -> None:
         router = self._routing.router
         try:
             await router.wait_answering(self._context.config.router.start_timeout_s)
         except TimeoutError as error:
-            await self._kill(f"{error}. {await last_lines(self._host, self._spec)}")
+            await self._kill(f"{error}. {await last_lines(self._process)}")
             return
         self.answers = True
         await self._routing.restore(self._context.engines)
         if self._ended_at is not None:
             known = sum(engine.routed for engine in self._context.engines)
             seconds = anyio.current_time() - self._ended_at
-            self._events.emit(RouterRestarted(router=self._spec.name, engines=known, seconds=seconds))
+            self._events.emit(RouterRestarted(router=self._process.name, engines=known, seconds=seconds))
         self._context.observer.changed()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._routing.tend, self._context.engines)
             health = self._context.config.health
-            await watch_health(self._spec.name, health, subject=self._subject, probe=self._probe, convict=self._convict)
+            await watch_health(
+                self._process.name, health, subject=self._subject, probe=self._probe, convict=self._convict
+            )
 
     async def _probe(self, timeout_s: float) -> None:
         await self._routing.router.workers()
@@ -133,13 +134,13 @@ class RouterKeeper:
         return self.restarts + 1 if self.answers else None
 
     async def _convict(self, reason: str) -> None:
-        await self._kill(f"{self._spec.name} was killed: {reason}")
+        await self._kill(f"{self._process.name} was killed: {reason}")
 
     async def _kill(self, reason: str) -> None:
         self._failure = EngineError(reason)
         with anyio.CancelScope(shield=True), contextlib.suppress(EngineError):
-            await self._host.kill(self._spec.name)
+            await self._process.kill()
 
     @property
     def _log_path(self) -> Path:
-        return Path(self._spec.log_path)
+        return Path(self._process.spec.log_path)

@@ -13,8 +13,9 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.layout import place_another, plan_layout
+from asyncrl.config.layout import Gpu
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.rules import place_another, plan_layout
 from asyncrl.errors import EngineError
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
 from tests.inference.engines.test_recovery import FAST, publish, serves
@@ -151,7 +152,7 @@ async def test_the_last_engine_that_serves_is_stopped_only_by_force(start_fleet:
                 pytest.raises(EngineError, match=r"no engine runs for .*start one with start_cell"),
             ):
                 await asked
-        fleet.controller.start_cell("engine-0")
+        await fleet.controller.start_cell("engine-0")
         await fleet.controller.prepare_rollout(1)
         assert serves(fleet, 0, "0.0")
     assert fleet.failures == []
@@ -197,8 +198,8 @@ async def test_a_stopped_engine_that_is_started_again_catches_up_as_a_new_genera
         await fleet.controller.stop_cell("engine-0")  # nothing to do
         await publish(fleet, "0.1", tmp_path)
         with pytest.raises(EngineError, match="engine-1 cannot be started: it is serving"):
-            fleet.controller.start_cell("engine-1")
-        fleet.controller.start_cell("engine-0")
+            await fleet.controller.start_cell("engine-1")
+        await fleet.controller.start_cell("engine-0")
         await fleet.controller.recover_updatable_engines()
         assert serves(fleet, 0, "0.1") and serves(fleet, 1, "0.1")
         assert fleet.controller.fleet().engines[0].endpoint.generation == 1
@@ -211,11 +212,11 @@ async def test_a_new_engine_joins_with_the_published_weights(start_fleet: StartF
     async with start_fleet(1, restarts=3) as fleet:
         await publish(fleet, "0.0", tmp_path)
         with pytest.raises(EngineError, match="there are engine-0, and engine-1 is next"):
-            fleet.controller.start_cell("engine-7")
+            await fleet.controller.start_cell("engine-7")
         added = ScriptedEngine()
         fleet.engines.append(added)
         fleet.host.servers["engine-1"] = added
-        fleet.controller.start_cell("engine-1")
+        await fleet.controller.start_cell("engine-1")
         await fleet.controller.recover_updatable_engines()
         assert serves(fleet, 1, "0.0")
         assert added.weights.digest == fleet.engines[0].weights.digest
@@ -231,12 +232,12 @@ async def test_a_new_engine_that_cannot_start_is_given_up_and_the_others_go_on(s
         broken = ScriptedEngine()
         broken.exit_code = 1
         fleet.host.servers["engine-1"] = broken
-        fleet.controller.start_cell("engine-1")
+        await fleet.controller.start_cell("engine-1")
         await eventually(lambda: fleet.states() == ["serving", "dead"])
         await fleet.controller.recover_updatable_engines()
         broken.exit_code = None
         fleet.engines.append(broken)
-        fleet.controller.start_cell("engine-1")  # given up is not for ever
+        await fleet.controller.start_cell("engine-1")  # given up is not for ever
         await eventually(lambda: fleet.states() == ["serving", "pending_weights"])
     assert fleet.failures == []
 
@@ -246,7 +247,7 @@ async def test_an_engine_that_is_stopped_before_its_process_is_there_leaves_none
         await publish(fleet, "0.0", None)
         added = ScriptedEngine()
         fleet.host.servers["engine-1"] = added
-        fleet.controller.start_cell("engine-1")
+        await fleet.controller.start_cell("engine-1")
         await fleet.controller.stop_cell("engine-1")
         await anyio.wait_all_tasks_blocked()
         assert not added.alive
@@ -274,17 +275,17 @@ def test_on_gpus_a_new_engine_takes_those_that_nobody_uses() -> None:
     config = Config.model_validate({"engine": {"num_engines": 1}})
     machine = Machine(gpus=("GPU-a", "GPU-b", "GPU-c"))
     layout = plan_layout(config, machine)
-    placement = place_another(config, layout, "engine-1", {1})
+    placement = place_another(config, layout, "engine-1", {Gpu(0, 1)})
     assert (placement.gpus, placement.visible_devices, placement.transport) == ((2,), "GPU-c", "broadcast")
     with pytest.raises(EngineError, match=r"engine-2 needs 1 GPU\(s\) of its own: no GPU is left"):
-        place_another(config, layout, "engine-2", {1, 2})
+        place_another(config, layout, "engine-2", {Gpu(0, 1), Gpu(0, 2)})
 
 
 def test_no_engine_is_added_beside_those_that_share_the_trainers_gpus() -> None:
     config = Config.model_validate({"engine": {"num_engines": 1, "colocate": True}})
     layout = plan_layout(config, Machine(gpus=("0", "1")))
     with pytest.raises(EngineError, match="the others share GPUs with the trainer"):
-        place_another(config, layout, "engine-1", {0})
+        place_another(config, layout, "engine-1", {Gpu(0, 0)})
 
 
 async def test_an_engine_that_shares_the_trainers_gpus_stays(start_fleet: StartFleet) -> None:

@@ -206,7 +206,7 @@ async def test_it_is_stopped_and_started_like_others_but_lives_on(start_fleet: S
         assert fleet.router.workers == [fleet.engines[0].url]
         await publish(fleet, "0.1", tmp_path)
         assert stranger.engine.version == "0.0"
-        fleet.controller.start_cell("external-0")
+        await fleet.controller.start_cell("external-0")
         await eventually(lambda: serves(fleet, 1, "0.1"))
 
 

@@ -141,12 +141,12 @@ async def test_an_engine_that_is_being_stopped_is_started_only_afterwards(
             task_group.start_soon(fleet.controller.stop_cell, "engine-0")
             await asked.wait()
             with pytest.raises(EngineError, match="engine-0 cannot be started: it is being stopped"):
-                fleet.controller.start_cell("engine-0")
+                await fleet.controller.start_cell("engine-0")
             may_end.set()
         assert fleet.states() == ["stopped", "serving"]
         monkeypatch.undo()
         fleet.engines[0].faults.clear()
-        fleet.controller.start_cell("engine-0")
+        await fleet.controller.start_cell("engine-0")
         await eventually(lambda: fleet.states()[0] == "pending_weights")
         assert fleet.host.spawned.count("engine-0") >= 2
     assert fleet.failures == []
@@ -161,7 +161,7 @@ async def test_stopping_an_engine_whose_end_is_being_taken_in_is_no_failure(star
         await fleet.controller.stop_cell("engine-0", force=True)
         await anyio.sleep(0.7)
         assert fleet.states() == ["stopped"]
-        fleet.controller.start_cell("engine-0")
+        await fleet.controller.start_cell("engine-0")
         await eventually(lambda: fleet.states() == ["pending_weights"])
     assert fleet.failures == []
 
@@ -194,7 +194,7 @@ async def test_an_engine_that_can_never_be_started_again_is_given_up_and_the_oth
         await eventually(lambda: given_up(fleet) == ["engine-0"])
         assert fleet.states() == ["dead", "serving"]
         monkeypatch.undo()
-        fleet.controller.start_cell("engine-0")
+        await fleet.controller.start_cell("engine-0")
         await eventually(lambda: fleet.states() == ["pending_weights", "serving"])
     assert fleet.failures == []
 

@@ -17,6 +17,7 @@ PORTS = EnginePorts.from_base(21000)
 def placement(tensor_parallel: int = 1, gpus: tuple[int, ...] = (), colocated: bool = False) -> EnginePlacement:
     return EnginePlacement(
         engine_id="engine-0",
+        node=0,
         tensor_parallel=tensor_parallel,
         gpus=gpus,
         visible_devices=",".join(map(str, gpus)),

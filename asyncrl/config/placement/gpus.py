@@ -1,0 +1,205 @@
+"""Which GPUs engines get: those of the trained model, and those of models beside it. Pure.
+
+What cannot be is appended to a list of problems, so that a user hears of all of it at once.
+
+Invariants
+- Engines beside the trained model's share no GPU with a trainer rank, with an engine of the trained model, or with each
+  other. Where none are named they get the last ones, and the engines of the trained model get what is left.
+- GPUs that a configuration names are those of the node of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from asyncrl.config.checks.served import served_beside
+from asyncrl.config.layout import DRIVER_NODE, Gpu
+from asyncrl.config.machine import Machine
+from asyncrl.config.problems import Problem
+from asyncrl.config.root import Config
+from asyncrl.config.sections.inference import ServingConfig
+
+Share = tuple[Gpu, ...]
+"""The GPUs of one engine, all on one node; empty on CPU."""
+
+Pool = Mapping[int, Sequence[int]]
+"""GPUs by node, as indices in the order in which engines take them."""
+
+
+def by_node(gpus: Iterable[Gpu]) -> dict[int, list[int]]:
+    """The same GPUs as a pool."""
+    pool: dict[int, list[int]] = {}
+    for gpu in gpus:
+        pool.setdefault(gpu.node, []).append(gpu.index)
+    return pool
+
+
+def shares(pool: Pool, size: int, *, from_end: bool = False) -> list[Share]:
+    """As many engines of `size` GPUs as the pool holds, node by node.
+
+    What a node has over is left at its end, or with `from_end` at its beginning.
+    """
+    found: list[Share] = []
+    for node, indices in pool.items():
+        first = len(indices) % size if from_end else 0
+        starts = range(first, len(indices) - size + 1, size)
+        found += [tuple(Gpu(node, index) for index in indices[at : at + size]) for at in starts]
+    return found
+
+
+def gpus_for_trained(
+    config: Config,
+    machine: Machine,
+    training: Collection[Gpu],
+    held: Collection[Gpu],
+    problems: list[Problem],
+) -> list[Share]:
+    """The GPUs of each engine of the trained model. `training` are those of trainer ranks, `held` are for others."""
+    engine = config.engine
+    if not machine.gpus:
+        if engine.gpus is not None:
+            text = f"{list(engine.gpus)}, but this job sees no GPU; leave it out to run on CPU"
+            problems.append(Problem("engine.gpus", text))
+        return [()] * (engine.num_engines or 1)
+    if machine.local_world_size > len(machine.gpus):
+        return []
+    before = len(problems)
+    pool = _pool(config, machine, training, held, problems)
+    if len(problems) > before:
+        return []
+    size, room = engine.tensor_parallel, sum(map(len, pool.values()))
+    found = shares(pool, size)
+    count = engine.num_engines or max(1, len(found))
+    if count > len(found):
+        apart = ", each engine's on one node" if machine.nodes > 1 else ""
+        problems.append(
+            Problem(
+                "engine.num_engines" if engine.num_engines else "engine.tensor_parallel",
+                f"{count} engine(s) of {size} GPU(s) need {count * size}{apart}, but {room} of the "
+                f"{len(machine.all_gpus)} visible GPUs are free for engines (trainer ranks use {len(training)}); use "
+                "fewer engines, a smaller engine.tensor_parallel, or fewer trainer ranks",
+            )
+        )
+        return []
+    if engine.gpus is not None and count * size != room:
+        problems.append(
+            Problem(
+                "engine.gpus",
+                f"{list(engine.gpus)} names {room} GPUs, but {count} engine(s) of {size} GPU(s) use {count * size}; "
+                "list exactly those",
+            )
+        )
+        return []
+    for i, share in enumerate(found[:count]):
+        shared = sorted(gpu.index for gpu in share if gpu in training)
+        if shared and len(shared) != size:
+            problems.append(
+                Problem(
+                    "engine.gpus",
+                    f"engine-{i} would take GPUs {[gpu.index for gpu in share]}, of which trainer ranks use only "
+                    f"{shared}; an engine shares all of its GPUs with the trainer or none: regroup the list",
+                )
+            )
+    return found[:count] if len(problems) == before else []
+
+
+def _pool(
+    config: Config, machine: Machine, training: Collection[Gpu], held: Collection[Gpu], problems: list[Problem]
+) -> Pool:
+    """The GPUs that engines of the trained model may use."""
+    colocate = config.engine.colocate or len(machine.gpus) == 1
+    if config.engine.gpus is not None:
+        named = config.engine.gpus
+        if absent := _absent(named, machine):
+            problems.append(Problem("engine.gpus", f"{absent} (indices count among those of CUDA_VISIBLE_DEVICES)"))
+        if len(set(named)) != len(named):
+            problems.append(Problem("engine.gpus", f"{list(named)} names a GPU twice; name each once"))
+        conflict = sorted(index for index in set(named) if Gpu(DRIVER_NODE, index) in training)
+        if conflict and not colocate:
+            problems.append(
+                Problem(
+                    "engine.gpus",
+                    f"{conflict} are also used by trainer ranks (local rank i uses GPU i); name other GPUs, or share "
+                    "them with engine.colocate = true",
+                )
+            )
+        return {DRIVER_NODE: named}
+    if colocate:
+        return by_node(sorted(training))
+    free = [gpu for gpu in machine.all_gpus if gpu not in training and gpu not in held]
+    if not free:
+        problems.append(
+            Problem(
+                "engine.gpus",
+                f"trainer ranks{' and other models' if held else ''} use all {len(machine.all_gpus)} visible GPUs and "
+                "none is left for engines; start fewer ranks (torchrun --nproc-per-node), or share GPUs with "
+                "engine.colocate = true",
+            )
+        )
+    return by_node(free)
+
+
+def gpus_beside(
+    config: Config, machine: Machine, training: Collection[Gpu], problems: list[Problem]
+) -> dict[str, tuple[Share, ...]]:
+    """The GPUs of each engine beside those of the trained model, by the name of its model."""
+    groups = served_beside(config)
+    if not machine.gpus:
+        for section, settings in groups.values():
+            if settings.gpus is not None:
+                text = f"{list(settings.gpus)}, but this job sees no GPU; leave it out to run on CPU"
+                problems.append(Problem(f"{section}.gpus", text))
+        return {name: ((),) * settings.num_engines for name, (_, settings) in groups.items()}
+    taken = dict.fromkeys(training, "trainer ranks")
+    taken |= {Gpu(DRIVER_NODE, index): "engine.gpus" for index in config.engine.gpus or ()}
+    chosen: dict[str, tuple[Share, ...]] = dict.fromkeys(groups, ())
+    for name, (section, settings) in groups.items():
+        if settings.gpus is None:
+            continue
+        problem = _named_problem(settings.gpus, settings, machine, taken)
+        if problem is not None:
+            problems.append(Problem(f"{section}.gpus", problem))
+            continue
+        taken |= {Gpu(DRIVER_NODE, index): f"{section}.gpus" for index in settings.gpus}
+        chosen[name] = tuple(shares({DRIVER_NODE: settings.gpus}, settings.tensor_parallel))
+    free = [gpu for gpu in machine.all_gpus if gpu not in taken]
+    for name, (section, settings) in groups.items():
+        if settings.gpus is not None:
+            continue
+        found = shares(by_node(free), settings.tensor_parallel, from_end=True)
+        if settings.num_engines > len(found):
+            need = settings.num_engines * settings.tensor_parallel
+            problems.append(
+                Problem(
+                    f"{section}.num_engines",
+                    f"{settings.num_engines} engine(s) of {settings.tensor_parallel} GPU(s) need {need} of their own, "
+                    f"but of the {len(machine.all_gpus)} visible GPUs {len(free)} are left; use fewer, or leave it out",
+                )
+            )
+            continue
+        chosen[name] = tuple(found[-settings.num_engines :])
+        free = [gpu for gpu in free if not any(gpu in share for share in chosen[name])]
+    return chosen
+
+
+def _named_problem(
+    named: tuple[int, ...], settings: ServingConfig, machine: Machine, taken: Mapping[Gpu, str]
+) -> str | None:
+    """What is wrong with the GPUs that a section names, in words."""
+    if absent := _absent(named, machine):
+        return absent
+    shared = {index: taken[Gpu(DRIVER_NODE, index)] for index in named if Gpu(DRIVER_NODE, index) in taken}
+    if shared:
+        return "; ".join(f"GPU {index} is used by {user}" for index, user in shared.items()) + "; name others"
+    need = settings.num_engines * settings.tensor_parallel
+    if len(set(named)) != need or len(named) != need:
+        return (
+            f"{list(named)}, but {settings.num_engines} engine(s) of {settings.tensor_parallel} GPU(s) use {need} "
+            "different ones; list exactly those"
+        )
+    return None
+
+
+def _absent(named: Iterable[int], machine: Machine) -> str | None:
+    absent = sorted({index for index in named if index not in range(len(machine.gpus))})
+    return f"{absent} named, but the visible GPUs are 0 to {len(machine.gpus) - 1}" if absent else None

@@ -1,0 +1,23 @@
+"""A configuration that was read and checked, and how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.config.layout import ProcessLayout
+from asyncrl.config.machine import Machine
+from asyncrl.config.root import Config
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration that can work on this machine."""
+
+    config: Config
+    sources: Mapping[str, str]
+    """Dotted key → `default`, the file as it was named, or the option as it was spelled."""
+    machine: Machine
+    layout: ProcessLayout
+    warnings: tuple[str, ...] = ()
+    """What the user should know about it, one sentence each."""
