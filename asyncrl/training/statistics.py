@@ -1,4 +1,4 @@
-"""What the trainer tells of itself."""
+"""The statistics of the trainer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from asyncrl.training.ranks.trainer_thread import TrainerThreadStatistics
 
 @dataclass(frozen=True, slots=True)
 class TrainGroupStatistics:
-    """A snapshot."""
+    """The trainer at one moment."""
 
     thread: TrainerThreadStatistics
     step: int
     """Batches trained so far."""
     failure: str | None
-    """Why the trainer takes no further command."""
+    """The error that every further command raises; None while the trainer works."""
     checkpoint: Written | None
-    """The newest that this process completed."""
+    """The newest checkpoint that this process has completed."""
     saving: int | None
-    """Step of the checkpoint that is being written."""
+    """Step of the checkpoint that is being written; None where there is none."""

@@ -1,10 +1,11 @@
 """TrainGroup: the trainer as the loop sees it, over any number of ranks.
 
-Each call becomes one command that every rank executes (ranks.py).
+Each call becomes one command that every rank executes (ranks.py). Calls that name no role are for the actor.
 
 Invariants
-- A step that was begun is trained, whoever gives up waiting for it; `settle` says whether it was.
-- A weight transfer that fails is no failure of a rank: the export was walked to its end everywhere.
+- A step that was begun is trained, also when its caller is cancelled; `settle` tells whether it was.
+- A failed weight transfer is no failure of a rank: every rank has walked through the export to its end.
+- The algorithm's columns are computed once, on rank 0, before any rank begins the step.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ class TrainGroup:
     """See the module's docstring. Made and used in the event loop of rank 0.
 
     Args:
-        task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
-        background: where checkpoints are completed; None is one of its own in `task_group`.
-        make_backend: makes a rank's part of the backend; the other ranks are given the same one (`serve_rank`).
+        task_group: serves the links to the other ranks; the failure of an idle rank is raised there.
+        background: the tasks of the job, among which checkpoints are completed; None makes one in `task_group`.
         publishing: how `update_weights` publishes; None for a trainer without engines.
+        first_attempt: the first attempt of this job's gang; None where that is the present one.
         roles: those beside the actor, whose model is `config.model.path`.
-        first_attempt: the first of this job's gang; None where that is the present one.
+        make_backend: makes a rank's part of the backend; the other ranks must be given the same one (`serve_rank`).
+
+    Raises ConfigError for an algorithm that cannot be made.
     """
 
     def __init__(
@@ -106,14 +109,14 @@ class TrainGroup:
         )
         self._step = 0
         self._begun = False
-        """A step of the loop was begun, and nobody has seen its end."""
+        """A step of the loop was begun, and no call has returned from it."""
         self._executed: tuple[int, float] | None = None
-        """Such a step that rank 0 has executed: its rollout id, and when it began."""
+        """A step of the loop that rank 0 has executed and that is not counted yet: rollout id, and when it began."""
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         """By role; empty before `init`."""
         self._disposed = False
         self.resumed: SavedCheckpoint | None = None
-        """What `init` began from, with the files that others had added; None where it began from the model."""
+        """The checkpoint that `init` began from, with the files of other parts; None where it began from the model."""
 
     # the loop's calls
 
@@ -143,12 +146,13 @@ class TrainGroup:
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         """Trains on one rollout batch; returns rank 0's metrics.
 
-        Once for each rollout: from then on it counts as trained, also where a signal stops the job.
+        Call it once for each rollout: from then on the rollout counts as trained, also when a signal stops the job.
 
-        Raises StalenessError for a batch that is too old, and AlgorithmError for an algorithm that cannot be trained
-        with; no rank has begun the step then.
+        Raises:
+            StalenessError: the batch is too old. No rank has begun the step.
+            AlgorithmError: the algorithm failed. Where it failed in `columns`, no rank has begun the step.
         """
-        if not self._config.debug.train_only:  # which trains what was saved, as it was saved
+        if not self._config.debug.train_only:  # a replay trains saved batches as they are
             self._bound.check(batch)
         columns = await self._columns(batch)
         batch = replace(batch, columns=columns.tokens)
@@ -156,15 +160,16 @@ class TrainGroup:
         return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
 
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
-        """One supervised step on the response tokens of `batch`; returns rank 0's metrics.
+        """One supervised step on the sampled tokens of `batch`; returns rank 0's metrics.
 
-        It trains rollout `rollout_id`, once, as `train` does. None: it is no step of the loop but one of a warm-up, and
-        none of what is counted in steps moves.
+        Args:
+            rollout_id: the rollout that the step trains, once, as `train` does. None: it is a step of a warm-up, which
+                counts nowhere.
         """
         return await self._train(rollout_id, commands.TrainSft(ACTOR, lr), batch)
 
     async def settle(self) -> int:
-        """Waits for the step that its caller gave up, if there is one; returns how many are trained then.
+        """Waits for the step whose caller was cancelled, if there is one; returns the number of trained steps.
 
         Raises what failed in it.
         """
@@ -184,9 +189,16 @@ class TrainGroup:
         return cast(Tensor, await self._ranks.run(commands.Logprobs(role), what, batch=batch))
 
     async def update_weights(self, rollout_id: int | None = None) -> PublicationReport | None:
-        """Publishes the present weights to the fleet as version `attempt.step`; `rollout_id` is the last one trained.
+        """Publishes the present weights to the fleet as version `attempt.step`.
 
-        None is for trainers without engines (asyncrl.debugging). Raises WeightUpdateError where no engine gets them.
+        Args:
+            rollout_id: the last rollout that was trained; None publishes the weights that training began with.
+
+        Returns:
+            The report; None from trainers without engines (asyncrl.debugging).
+
+        Raises:
+            WeightUpdateError: no engine has got the weights.
         """
         if self._publishing is None or self._publisher is None:
             raise WeightUpdateError("this trainer was built without engines: there is nobody to publish weights to")
@@ -206,11 +218,15 @@ class TrainGroup:
     async def save_checkpoint(
         self, rollout_id: int, extra: Mapping[str, bytes] | None = None, *, wait: bool = False
     ) -> Path | None:
-        """Saves what training needs to go on after rollout `rollout_id`, and the files `extra` of others with it.
+        """Saves the state after rollout `rollout_id`, and the files `extra` of other parts of the job with it.
 
-        Returns once every rank has copied its state, with the directory that will appear when all is written; or None,
-        with a warning, for a checkpoint that could not be begun, as where the former one is still being written.
-        With `wait`, waits for the former one first and then for this one: None means that it was not written.
+        Args:
+            wait: wait for an earlier checkpoint in progress, and then for this one.
+
+        Returns:
+            Once every rank has copied its state: the directory that will appear when everything is written. None, with
+            a warning, where the checkpoint could not be begun, for example since an earlier one is in progress. With
+            `wait`, None means that it was not written.
         """
 
         def copy(number: int, staging: Path) -> Awaitable[object]:
@@ -225,11 +241,11 @@ class TrainGroup:
         )
 
     async def finish_checkpoint(self) -> None:
-        """Waits for the checkpoint that is being written, `checkpoint.timeout_s` at most; `statistics` tells of it."""
+        """Waits for the checkpoint in progress, `checkpoint.timeout_s` at most; `statistics` tells its outcome."""
         await self._checkpoints.finish()
 
     async def offload(self, *, keep_weights: bool = False, role: str = ACTOR) -> None:
-        """Frees the GPUs of the role, except for its weights where they are still to be published or exported."""
+        """Frees the GPUs of the role; `keep_weights` leaves the weights there, to be published or exported."""
         await self._ranks.run(commands.Offload(role, keep_weights), self._of(role, "offloading the trainer"))
 
     async def onload(self, role: str = ACTOR) -> None:
@@ -237,17 +253,17 @@ class TrainGroup:
         await self._ranks.run(commands.Onload(role), self._of(role, "loading the trainer back"))
 
     async def clear_memory(self) -> None:
-        """Has every rank give memory that Python and the GPU's allocator keep for later back."""
+        """Has every rank give back memory that Python and the GPU's allocator hold in reserve."""
         await self._ranks.run(commands.ClearMemory(), "clearing memory")
 
     def statistics(self) -> TrainGroupStatistics:
-        """What the trainer does right now, and how far it is."""
+        """What the trainer does right now, and how far it has come."""
         failure = None if self._ranks.failure is None else str(self._ranks.failure)
         saved, saving = self._checkpoints.newest, self._checkpoints.saving
         return TrainGroupStatistics(self._ranks.thread_statistics(), self._step, failure, saved, saving)
 
     async def dispose(self) -> None:
-        """Ends transport, other ranks and trainer thread; never hangs, never raises. Idempotent."""
+        """Closes the transport and ends the other ranks and the trainer thread. Never hangs or raises. Idempotent."""
         if self._disposed:
             return
         self._disposed = True
@@ -280,7 +296,7 @@ class TrainGroup:
     # steps
 
     async def _columns(self, batch: RolloutBatch) -> Columns:
-        """What the algorithm computes over the whole batch: once, on rank 0, in a thread, as it may take long."""
+        """What the algorithm computes over the whole batch; in a thread, since it may take long."""
         try:
             with waiting("the columns of the batch", "the algorithm", self._config.train.step_timeout_s):
                 return await anyio.to_thread.run_sync(self._algorithm.columns, batch, abandon_on_cancel=True)
@@ -293,7 +309,7 @@ class TrainGroup:
         started = time.monotonic()
 
         def executed() -> None:
-            self._count()  # one that was given up, and another begun
+            self._count()  # an earlier one, whose caller was cancelled
             self._executed = None if rollout_id is None else (rollout_id, started)
 
         self._begun = self._begun or rollout_id is not None
@@ -302,7 +318,7 @@ class TrainGroup:
         return cast(dict[str, float], metrics)
 
     def _count(self) -> None:
-        """Of a step that rank 0 has executed: the other ranks have as well, or will before any later command."""
+        """Counts a step that rank 0 has executed; the other ranks execute it before any later command."""
         if self._executed is not None:
             (rollout_id, started), self._executed, self._begun = self._executed, None, False
             self._step, seconds = rollout_id + 1, time.monotonic() - started

@@ -24,12 +24,12 @@ class TrainerReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerResumed(Event):
-    """Every rank goes on from a checkpoint."""
+    """Every rank has taken its state from a checkpoint."""
 
     kind: ClassVar[str] = "trainer_resumed"
 
     step: int
-    """Batches that it had trained."""
+    """Batches trained when it was written."""
     path: str
 
 

@@ -1,10 +1,10 @@
-"""Files that are on the disk, and known by size and checksum, when the call returns.
+"""Writes files that are on the disk when the call returns, with their size and checksum.
 
 Invariants
-- The checksum is that of the bytes in memory, taken as they are written: nothing is read back, so that what the disk
-  made of them is noticed later. safetensors' own writer knows neither this nor the disk, and a full one is not an
-  OSError there.
-- Other threads have their turn meanwhile, however large a tensor is.
+- The checksum is that of the bytes in memory, taken while they are written. Nothing is read back here; a later reader
+  notices what the disk has made of them. (safetensors' own writer takes no checksum, does not sync, and reports a full
+  disk as something else than an OSError.)
+- The writing thread lets other threads run in between, however large a tensor is.
 - No pickle: tensors are safetensors, everything else is bytes.
 """
 
@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes tensors of host memory as safetensors (the format: an 8-byte length, a JSON header, the data).
+    """Writes tensors of host memory as safetensors: an 8-byte length, a JSON header, the data.
 
     Raises OSError; the file is then incomplete.
     """
@@ -65,12 +65,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Raises OSError; the file is then incomplete."""
+    """Writes `data`. Raises OSError; the file is then incomplete."""
     return _write(path, iter([memoryview(data)]))
 
 
 def read_record(path: Path) -> FileRecord:
-    """Size and checksum of a file as it is now. Raises OSError."""
+    """Reads a file and returns its present size and checksum. Raises OSError."""
     size, crc, buffer = 0, 0, bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -80,7 +80,7 @@ def read_record(path: Path) -> FileRecord:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes what was created, renamed or removed in a directory outlive a power cut."""
+    """Syncs a directory, so that files created, renamed or removed in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

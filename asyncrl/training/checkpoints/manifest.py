@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: one JSON file, written last. Pure data, no I/O and no torch."""
+"""The manifest of a checkpoint: one JSON file, written last. Pure data, no I/O and no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = 2
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file as it was written."""
+    """Size and checksum of a file when it was written."""
 
     size_bytes: int
     crc32: int
@@ -33,10 +33,10 @@ class SavedLayout(msgspec.Struct, frozen=True):
 
 
 class SavedTensor(msgspec.Struct, frozen=True):
-    """A tensor of the model, as a Hugging Face checkpoint names it."""
+    """A tensor of a model, under its Hugging Face name."""
 
     dtype: str
-    """What it is trained in; the export beside it may be narrower."""
+    """The dtype of training; the export beside it may be narrower."""
     shape: tuple[int, ...]
 
 
@@ -45,11 +45,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     serial: int
-    """Counts the checkpoints of a run directory in the order of writing; the newest is the one to go on from, also
-    where a run was set back to an earlier step meanwhile."""
+    """Counts the checkpoints of a run directory in the order of writing. A job goes on from the one with the highest
+    serial, which after a set-back need not have the highest step."""
     step: int
     attempt: int
-    """Of the job that wrote it."""
+    """The attempt of the job that wrote it."""
     written_at: float
     """Unix time."""
     layout: SavedLayout
@@ -60,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wrote(msgspec.Struct, frozen=True, tag=True):
-    """A rank has written its part of checkpoint `number`, or could not."""
+    """A rank has written its part of checkpoint `number`, or says in `problem` why it could not."""
 
     number: int
     files: dict[str, FileRecord]
@@ -68,11 +68,12 @@ class Wrote(msgspec.Struct, frozen=True, tag=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """As indented JSON."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 
 def decode_manifest(text: bytes, where: object) -> Manifest:
-    """Raises CheckpointError, which names `where`, for what is no manifest that this version reads."""
+    """Reads a manifest. Raises CheckpointError, which names `where`, for one that this version cannot read."""
     try:
         version = msgspec.json.decode(text, type=dict[str, object]).get("format")
         if version != FORMAT:
@@ -83,7 +84,7 @@ def decode_manifest(text: bytes, where: object) -> Manifest:
 
 
 def check_roles(manifest: Manifest, roles: Collection[str], where: object) -> None:
-    """Raises CheckpointError unless the checkpoint holds the roles of the job, and no other."""
+    """Raises CheckpointError unless the checkpoint holds exactly the roles of the job."""
     if manifest.roles.keys() != set(roles):
         saved, wanted = ", ".join(sorted(manifest.roles)), ", ".join(sorted(roles))
         raise CheckpointError(
@@ -93,7 +94,7 @@ def check_roles(manifest: Manifest, roles: Collection[str], where: object) -> No
 
 
 def check_layout(manifest: Manifest, layout: SavedLayout, where: object) -> None:
-    """Raises CheckpointError unless the job has the ranks that wrote the checkpoint."""
+    """Raises CheckpointError unless the job has the layout of the ranks that wrote the checkpoint."""
     if manifest.layout != layout:
         raise CheckpointError(
             f"{where} was written by {manifest.layout}, and this job has {layout}: optimizer shards are read by the "

@@ -1,16 +1,16 @@
-"""Saving as the loop sees it: a copy in host memory while everybody waits, the writing beside the training.
+"""Saves checkpoints beside the training: the loop waits for a copy in host memory, not for the disk.
 
-Each rank copies its state (a command like any other), and a thread of each rank writes the copy into one staged
-directory and says so over its link. When all have, rank 0 completes the directory and gives it its name.
+Each rank copies its state, on a command like any other. A thread of each rank then writes the copy into one staged
+directory and reports over the rank link. When all ranks have reported, rank 0 completes the directory and renames it.
 
 Invariants
-- One checkpoint is written at a time, so there is never more than one copy in memory. One that comes due meanwhile is
-  skipped, with a warning: a slow disk costs checkpoints, not steps.
+- One checkpoint is written at a time, so memory never holds more than one copy. A checkpoint that comes due meanwhile
+  is skipped, with a warning: a slow disk costs checkpoints, not steps.
 - A disk that is full, slow or gone costs the checkpoint, with a warning and an event, and nothing else. A writer that
-  hangs is named after `checkpoint.timeout_s`; what it writes is completed when it comes back.
+  hangs is named after `checkpoint.timeout_s`; its checkpoint is completed when it comes back.
 - Older checkpoints are removed only after a newer one is complete.
-- One that is being written when the job ends gets a few seconds more (`SHUTDOWN_TIMEOUT_S` of ranks.py), none
-  where the trainer itself failed, whose ranks may never report. What is not complete by then, at `close`, is none.
+- A checkpoint in progress at the end of the job gets a few seconds more (`SHUTDOWN_TIMEOUT_S` of ranks.py). It gets
+  none where the trainer itself failed, since its ranks may never report. At `close` it is given up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from asyncrl.training.ranks.trainer_thread import ThreadCall, TrainerThread
 T = TypeVar("T")
 
 _ROOM_TIMEOUT_S = 30.0
-"""Longest wait of the loop, and so of the training, until the disk has made a directory."""
+"""The loop waits at most so long until the disk has made a directory."""
 _log = structlog.get_logger(__name__)
 
 
@@ -52,12 +52,12 @@ class Written:
 
     step: int
     seconds: float
-    """From the copy to its name."""
+    """From the copy to the rename."""
 
 
 @dataclass(slots=True)
 class _Writing:
-    """A checkpoint between its copy and its name."""
+    """A checkpoint in progress, from its copy to its rename."""
 
     number: int
     step: int
@@ -72,7 +72,7 @@ class _Writing:
 
 
 class CheckpointSaver:
-    """Rank 0's part; lives in its event loop."""
+    """Rank 0's part. It lives in the event loop."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class CheckpointSaver:
         background: Background,
         first_attempt: int | None = None,
     ) -> None:
-        """`background` is where checkpoints are completed.
-
-        `first_attempt`: of the job, before its gang was restarted; None where it was not.
+        """Args:
+        background: the tasks of the job, among which checkpoints are completed.
+        first_attempt: the first attempt of the job's gang; None where the gang was not restarted.
         """
         self._config = config
         self._settings = config.checkpoint
@@ -101,17 +101,17 @@ class CheckpointSaver:
         self._number = 0
         self._writing: _Writing | None = None
         self.newest: Written | None = None
-        """Of this process."""
+        """The newest checkpoint that this process has completed."""
 
     @property
     def saving(self) -> int | None:
-        """Step of the checkpoint that is being written."""
+        """Step of the checkpoint in progress; None where there is none."""
         return None if self._writing is None else self._writing.step
 
     async def resume(self, roles: Collection[str]) -> SavedCheckpoint | None:
-        """The checkpoint to begin from, which has exactly these roles; says which settings of training are others now.
+        """Finds the checkpoint to begin from, and logs which settings of training differ from it.
 
-        Raises CheckpointError as `resume_from` does.
+        Raises CheckpointError as `resume_from` does, and where the checkpoint has not exactly these roles.
         """
         where = self._settings.resume
         began = self._events.attempt if self._first_attempt is None else self._first_attempt
@@ -140,7 +140,12 @@ class CheckpointSaver:
         extra: Mapping[str, bytes],
         wait: bool,
     ) -> Path | None:
-        """Has every rank `copy` (number, staging directory) and begins to write; see `TrainGroup.save_checkpoint`."""
+        """Has every rank copy its state and begins to write; see `TrainGroup.save_checkpoint`.
+
+        Args:
+            copy: called with the checkpoint's number and its staging directory; returns when every rank has its copy.
+            roles: the tensors of each role's model.
+        """
         check_extra(extra)
         if wait:
             await self.finish()
@@ -177,14 +182,14 @@ class CheckpointSaver:
         return self._store.path(step)
 
     async def finish(self) -> None:
-        """Waits for the checkpoint that is being written, at most `checkpoint.timeout_s`."""
+        """Waits for the checkpoint in progress, `checkpoint.timeout_s` at most."""
         writing = self._writing
         if writing is not None:
             with suppress(TimeoutError), waiting("the checkpoint", "disk", self._settings.timeout_s):
                 await writing.ended.wait()
 
     def wrote(self, rank: int, message: Wrote) -> None:
-        """A rank has reported."""
+        """Takes the report of a rank."""
         writing = self._writing
         if writing is None or writing.number != message.number:
             return
@@ -196,12 +201,12 @@ class CheckpointSaver:
             writing.reported.set()
 
     def report(self, message: Wrote) -> None:
-        """Rank 0 itself has written its part; called in its writing thread."""
+        """Takes the report of rank 0 itself, from its writing thread."""
         with suppress(RuntimeError):  # the loop was closed meanwhile: nobody is left to be told
             self._loop.call_soon_threadsafe(self.wrote, 0, message)
 
     def close(self) -> None:
-        """Gives up what is being written, and lets the thread end without waiting for it."""
+        """Gives up the checkpoint in progress, and ends the disk thread without waiting for it."""
         self._completion.cancel()
         if self._disk is not None:
             self._disk.close()
@@ -224,7 +229,7 @@ class CheckpointSaver:
             writing.ended.set()
 
     async def _patiently(self, writing: _Writing, wait: Callable[[], Awaitable[None]]) -> None:
-        """Waits as long as it takes; says so each time that it takes too long."""
+        """Waits without a limit, and warns each time that `checkpoint.timeout_s` has passed."""
         timeout_s = self._settings.timeout_s
         while True:
             try:
@@ -235,7 +240,7 @@ class CheckpointSaver:
                 self._fault(f"{whom} still writes the checkpoint of step {writing.step} after {timeout_s:g} s")
 
     def _publish(self, writing: _Writing, roles: dict[str, dict[str, SavedTensor]], extra: dict[str, bytes]) -> Path:
-        """In the thread for the disk."""
+        """Completes the directory. In the disk thread."""
         try:
             if writing.problems:
                 raise CheckpointError("; ".join(writing.problems))
@@ -263,7 +268,7 @@ class CheckpointSaver:
         self._events.emit(CheckpointWritten(step=writing.step, path=str(writing.path), seconds=seconds))
 
     def _prune(self) -> None:
-        """In the thread for the disk."""
+        """Removes old checkpoints. In the disk thread."""
         try:
             self._store.prune(keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Which settings of training a job that goes on has changed since its checkpoint. Pure."""
+"""Which settings of training differ from those of the checkpoint that a job goes on from. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from asyncrl.config.reading.redaction import shown
 from asyncrl.config.reading.toml import config_toml
 
 _SAME_TRAINING = frozenset({"max_tokens_per_microbatch", "tensor_parallel", "init_timeout_s", "step_timeout_s"})
-"""Settings of `train` that change how a step is computed and not what it does. Other ranks are refused anyway."""
+"""Settings of `train` that change how a step is computed, not its result. Another number of ranks is refused anyway."""
 
 _BATCHES = ("prompts_per_step", "max_staleness")
-"""Settings of `rollout` that say what a step trains on; the executor sees to those that make a group."""
+"""Settings of `rollout` that decide which groups a step trains on. The executor checks those that shape a group."""
 
 
 def changed_settings(saved: str, config: Config) -> tuple[str, ...]:
-    """What differs from `saved`, the configuration that a checkpoint holds: `train.lr was 0.001, is 0.0001`, ...
+    """Lists the differences to `saved`, the configuration in a checkpoint: `train.lr was 0.001, is 0.0001`, ...
 
-    A setting that `saved` lacks, as it is of another version, counts as unchanged.
+    A setting that `saved` lacks, since another version wrote it, counts as unchanged.
     """
     before, now = tomllib.loads(saved), tomllib.loads(config_toml(config))
     names = [("train", name) for name in now["train"] if name not in _SAME_TRAINING]

@@ -31,7 +31,7 @@ _RNG = "rng."
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """State of one role on one rank; what the names mean is the backend's affair."""
+    """State of one role on one rank. The backend decides what the names mean."""
 
     tensors: dict[str, Tensor]
     """In host memory, shared with nobody."""
@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank has to write of one role: a copy in host memory, so that training may go on."""
+    """What one rank writes of one role: a copy in host memory, so that training can go on meanwhile."""
 
     shard: Shard
     model: HuggingFaceModel | None = None
@@ -49,7 +49,7 @@ class Snapshot:
 
 
 def shard_paths(directory: Path, layout: RankLayout, role: str) -> tuple[Path, Path]:
-    """Where the tensors and the facts of one role on one rank stand."""
+    """The paths of the tensors and of the facts of one role on one rank."""
     stem = directory / SHARDS / role / f"rank-{layout.rank:05d}-of-{layout.world_size:05d}"
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
@@ -81,7 +81,7 @@ def read_shard(directory: Path, layout: RankLayout, role: str) -> Shard:
 
 
 def capture_rng(trackers: Mapping[str, Tensor], device: torch.device) -> Shard:
-    """States of torch's, Python's and numpy's generators, the GPU's own, and named ones of the trainer's library."""
+    """Copies the states of torch's, Python's, numpy's and the GPU's generators, and of named ones of a backend."""
     tensors = {f"{_RNG}tracker.{name}": state.cpu().clone() for name, state in trackers.items()}
     tensors[f"{_RNG}torch"] = torch.get_rng_state()
     if device.type == "cuda":
@@ -92,7 +92,10 @@ def capture_rng(trackers: Mapping[str, Tensor], device: torch.device) -> Shard:
 
 
 def restore_rng(shard: Shard, device: torch.device) -> dict[str, Tensor]:
-    """Sets every generator of `capture_rng`; returns the states of the trackers, which the trainer sets itself."""
+    """Sets every generator of `capture_rng` except those of the backend.
+
+    Returns the states of the latter by name, for the backend to set.
+    """
     torch.set_rng_state(shard.tensors[f"{_RNG}torch"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(shard.tensors[f"{_RNG}cuda"], device)

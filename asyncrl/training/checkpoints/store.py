@@ -1,15 +1,16 @@
-"""The directory that holds the checkpoints of a run: staging, publication, what is intact, what is removed.
+"""The directory with the checkpoints of a run: staging, publication, checks, removal.
 
     checkpoints/step-000300/    manifest.json   written last: without it there is no checkpoint
-                                model/          Hugging Face export, loads anywhere
+                                model/          Hugging Face export of the actor, loads anywhere
                                 trainer/ROLE/   shards of the ranks
-                                extra/          files of others: the ledger, the cursor in the data
+                                extra/          files of other parts: the ledger, the cursor in the data
                                 config.toml     every setting it was written with, without secrets
 
 Invariants
-- A checkpoint appears by one rename, after every byte of it is on the disk. Whatever ends the process at whatever
-  moment, the checkpoints that were there before are there after, or a whole new one of the same step.
-- What is being written, replaced or removed has a name with a leading dot, which nobody takes for a checkpoint.
+- A checkpoint appears by one rename, after all its bytes are on the disk. Whenever the process ends, the earlier
+  checkpoints are still there; one of the same step may have been replaced by a whole new one.
+- A directory that is being written, replaced or removed has a name with a leading dot, which no reader takes for a
+  checkpoint.
 - A directory that is not an intact checkpoint is never removed.
 """
 
@@ -45,7 +46,7 @@ _CONFIG = "config.toml"
 _EXTRA = "extra"
 _EXTRA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READERS = 8
-"""Files that are checked at the same time."""
+"""Threads that check files."""
 
 _log = structlog.get_logger(__name__)
 
@@ -57,13 +58,13 @@ class SavedCheckpoint:
     path: Path
     manifest: Manifest
     extra: Mapping[str, bytes]
-    """Files that were handed to `TrainGroup.save_checkpoint`, by name."""
+    """The files that `TrainGroup.save_checkpoint` was given, by name."""
     config: str | None
-    """The configuration that it was written with, as TOML; None in a checkpoint of a version that kept none."""
+    """The configuration that it was written with, as TOML; None where it holds none."""
 
     @property
     def step(self) -> int:
-        """Batches trained when it was written: the rollout id to go on with."""
+        """Batches trained when it was written, which is the rollout id to go on with."""
         return self.manifest.step
 
 
@@ -74,13 +75,18 @@ class CheckpointStore:
         self._root = root
 
     def path(self, step: int) -> Path:
+        """The directory of the checkpoint of `step`."""
         return self._root / f"step-{step:06d}"
 
     def newest(self, since: int | None = None) -> SavedCheckpoint | None:
-        """The intact checkpoint that was written last; None where there is no checkpoint at all.
+        """The intact checkpoint that was written last; None where there is none.
 
-        With `since`, of those that this attempt of the job and later ones wrote. Raises CheckpointError where there are
-        some and none is intact, but for a job that was told to begin anew: to do so would be to lose what was trained.
+        Args:
+            since: looks only at checkpoints that this attempt of the job and later ones wrote. Damaged ones are no
+                error then, since the job was told to begin anew.
+
+        Raises CheckpointError, without `since`, where there are checkpoints and none is intact: to begin anew would
+        lose what was trained.
         """
         found, refused = self._survey()
         if since is not None:
@@ -101,7 +107,7 @@ class CheckpointStore:
         return newest
 
     def tidy(self) -> None:
-        """Ends what a killed process left half-done; before the first is written."""
+        """Ends renames and removals that a killed process left half-done. Before anything is written."""
         for entry in list(self._root.glob(".step-*")):
             original = self._root / entry.name.split(".")[1]
             if entry.name.endswith(".replaced") and not original.exists():
@@ -110,10 +116,11 @@ class CheckpointStore:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def staging(self, step: int, number: int) -> Path:
-        """Where the `number`th checkpoint of this process is written: on the same disk, for the caller to make."""
+        """Where the `number`th checkpoint of this process is staged, on the same disk; the caller makes it."""
         return self._root / f".{self.path(step).name}.{number}.partial"
 
     def discard(self, staging: Path) -> None:
+        """Removes a staging directory, if it is there. Never raises."""
         shutil.rmtree(staging, ignore_errors=True)
 
     def publish(
@@ -128,11 +135,17 @@ class CheckpointStore:
         extra: Mapping[str, bytes],
         config: str,
     ) -> Path:
-        """Completes what the ranks have written in `staging` and gives it its name.
+        """Completes the files that the ranks have staged, and renames the directory.
+
+        Args:
+            files: those of the ranks, by relative path.
+            roles: the tensors of each role's model.
+            extra: files of other parts of the job, by name.
+            config: the configuration as TOML.
 
         Raises:
-            CheckpointError: a file of a rank is not there, as on a disk that its node does not share.
-            OSError: the disk is full, ...; the checkpoint does not exist then.
+            CheckpointError: a file of a rank is missing, for example on a disk that its node does not share.
+            OSError: the disk is full or fails; the checkpoint does not exist then.
         """
         for name, record in files.items():
             _check_size(staging / name, name, record, staging)
@@ -177,7 +190,7 @@ class CheckpointStore:
             shutil.rmtree(doomed)
 
     def _survey(self) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-        """Checkpoints by their manifests alone, in the order of writing; and what is wrong with the others."""
+        """Readable checkpoints in the order of writing, by their manifests alone; and what is wrong with others."""
         found, damaged = [], []
         for path in sorted(self._root.glob("step-*")):
             if _NAME.fullmatch(path.name):
@@ -194,14 +207,14 @@ class CheckpointStore:
 
 
 def check_extra(extra: Mapping[str, bytes]) -> None:
-    """Raises ValueError for what is no plain name of a file."""
+    """Raises ValueError for a name that is no plain file name."""
     for name in extra:
         if not _EXTRA_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name for a file of a checkpoint")
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint:
-    """Reads and checks every byte of a checkpoint. Raises CheckpointError, which names the file that is wrong."""
+    """Reads a checkpoint and checks all its bytes. Raises CheckpointError, which names the damaged file."""
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         _check_size(path / name, name, record, path)
@@ -215,7 +228,7 @@ def read_checkpoint(path: Path) -> SavedCheckpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointError for a directory without one."""
+    """Reads the manifest of a directory. Raises CheckpointError where there is none that can be read."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -231,10 +244,11 @@ def resume_from(
 ) -> SavedCheckpoint | None:
     """The checkpoint that a job begins from, as `checkpoint.resume` asks for; None begins from the model.
 
-    A run that has checkpoints of its own goes on from these, also where a path was given: that is where it once began.
-    Likewise a gang that was told `never` and is restarted: from what it wrote itself, since its `first_attempt`.
+    A run that has checkpoints of its own goes on from these, also where a path is given: the path is only where the run
+    once began. A gang that was told `never` and is restarted goes on from the checkpoints that it wrote itself, since
+    its `first_attempt`.
 
-    Raises CheckpointError: it is damaged, or of another layout.
+    Raises CheckpointError: the checkpoint is damaged, or of another layout.
     """
     store = CheckpointStore(root)
     store.tidy()

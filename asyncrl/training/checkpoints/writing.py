@@ -1,4 +1,4 @@
-"""A rank writes its part of a checkpoint beside the training."""
+"""A rank writes its part of a checkpoint in a thread, beside the training."""
 
 from __future__ import annotations
 

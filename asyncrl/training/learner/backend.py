@@ -26,10 +26,12 @@ from asyncrl.weights.buckets import TensorSpec
 class Backend(Protocol):
     """One rank's part of one role's model. A role that is not trained takes no call about gradients or optimizer.
 
-    Every method is synchronous, and one thread of the rank calls them all. Every method except `vocab_size` and
+    Every method is synchronous, and one thread of the rank makes all calls. Every method except `vocab_size` and
     `tensor_specs` is collective: all ranks call it in the same order, with the same arguments unless it says otherwise.
-    A method that raises on one rank may leave the others in a collective, so the trainer ends after any error; where an
-    error is the same on every rank, the method says so.
+    A method that raises on one rank may leave the others in a collective, so the trainer ends after any error.
+
+    The learner calls `init` first, then `restore` where it goes on from a checkpoint. An optimizer step is
+    `forward_backward`, `grad_norm`, and `step` unless a figure is not finite.
     """
 
     @property
@@ -46,15 +48,23 @@ class Backend(Protocol):
         """
 
     def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:
-        """Computes the gradient of one optimizer step; what an earlier call left is dropped first.
+        """Computes the gradient of one optimizer step, in place of an earlier one.
+
+        For each micro-batch the backend computes the log-probs and entropies of the sampled tokens, with logits divided
+        by `loss.temperature`, and calls `loss` with them. Both carry gradient; entropies only where
+        `loss.entropy_gradient` asks for it.
 
         Args:
             batch: the same on every rank.
-            micro_batches: those of this rank's data-parallel group, at least one; tensor-parallel ranks get the same.
+            micro_batches: those of this rank's copy of the model, at least one; its tensor-parallel ranks get the same.
+            loss: returns a sum over tokens, their number and figures.
 
         Returns:
             The tally over all micro-batches of all ranks, the same on every rank. The gradient of the loss, divided by
-            the `tokens` of that tally, is left in the backend, reduced over the data-parallel ranks.
+            the `tokens` of that tally, stays in the backend, reduced over the data-parallel ranks.
+
+        Raises:
+            AlgorithmError: the algorithm failed.
         """
 
     def logprobs(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -85,8 +95,7 @@ class Backend(Protocol):
         """Forgets the optimizer's moments and step count; the weights stay."""
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """Name, dtype and shape of the tensors that `export_tensors` yields, in its order; the dtype is that of
-        training."""
+        """Name, dtype (that of training) and shape of the tensors that `export_tensors` yields, in its order."""
 
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor) on every rank, gathered one after the other.
@@ -105,7 +114,7 @@ class Backend(Protocol):
     def snapshot(self) -> Snapshot:
         """Copies into host memory what `restore` needs: weights, optimizer state, random number generators.
 
-        Each rank gets its own part; rank 0 also gets the whole model for export, where the role is trained. Not while
+        Each rank gets its own part. Rank 0 also gets the whole model for export, where the role is trained. Not while
         offloaded.
         """
 

@@ -1,4 +1,4 @@
-"""Cuts the micro-batch of a plan out of a RolloutBatch, as packed tensors."""
+"""Cuts micro-batches out of a RolloutBatch as packed tensors, and checks the batch before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.training.learner.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Sequences of one forward pass, one after the other; T tokens, of which the policy sampled R."""
+    """Sequences of one forward pass, one after the other. They have T tokens, of which the policy sampled R."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
@@ -32,10 +32,10 @@ class PackedTokens:
     sequences: Tensor
     """int64 [R]: the sequence of each sampled token, as index into the RolloutBatch."""
     counted: bool
-    """False where the rank computes the micro-batch only because it must take part (`MicroBatch.counted`)."""
+    """As `MicroBatch.counted`."""
 
     def to(self, device: torch.device) -> PackedTokens:
-        """Moves the model's inputs to `device`; what indexes the RolloutBatch stays on the host."""
+        """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
         inputs = ("tokens", "positions", "rows", "targets")
         return replace(self, **{name: getattr(self, name).to(device) for name in inputs})
 
@@ -74,7 +74,7 @@ def trained_sequences(batch: RolloutBatch) -> list[bool]:
 
 
 def check_batch(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raises DataError for a batch that would train on nonsense in silence: foreign ids, empty prompts, odd lengths."""
+    """Raises DataError for a batch that would silently train on nonsense: foreign ids, empty prompts, wrong lengths."""
     where = f"rollout {batch.rollout_id}"
     tokens = len(batch.tokens)
     if int(batch.sequence_lengths.sum()) != tokens or bool((batch.sequence_lengths < 0).any()):

@@ -1,4 +1,4 @@
-"""Learner: one rank's training on a backend, as far as no backend has to know it.
+"""Learner: one rank's training of a role, without the parts that a backend has to know.
 
 It plans the optimizer steps of a batch, gives them their learning rate, stops or skips at figures that are not finite,
 and turns tallies into metrics.

@@ -1,10 +1,10 @@
-"""Which rank computes which sequences in which forward pass: pure, and the same on every rank.
+"""Which rank computes which sequences in which forward pass. Pure; every rank comes to the same plan.
 
 Invariants
-- In a pass over a batch, every sequence that has a trained token is in exactly one micro-batch of exactly one
-  data-parallel rank of one optimizer step. Further passes repeat the same plans.
-- A prompt group is in one of these steps only (its advantages are relative to each other).
-- Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively; a rank
+- In a pass over a batch, every sequence with a trained token is in exactly one micro-batch of exactly one data-parallel
+  rank of one optimizer step. Further passes repeat the same plans.
+- A prompt group is in one optimizer step only, since its advantages are relative to each other.
+- Every data-parallel rank has at least one micro-batch per step, since gradients are reduced collectively. A rank
   without sequences of its own runs the step's shortest one uncounted.
 - Ranks may run different numbers of micro-batches.
 """
@@ -23,7 +23,7 @@ class MicroBatch:
     sequences: tuple[int, ...]
     """Indices into the batch."""
     counted: bool = True
-    """False: computed only because the rank must take part; adds nothing to loss, gradient or metrics."""
+    """False: the rank computes it only to take part; it adds nothing to loss, gradient or metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def pack(sequences: Sequence[int], lengths: Sequence[int], max_tokens: int) -> t
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Consecutive sequences of a packed micro-batch that are attended as one padded batch."""
+    """Consecutive sequences of a packed micro-batch, for which attention is one padded batch."""
 
     start: int
     """First token of the run."""
@@ -111,21 +111,23 @@ class AttentionRun:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all its sequences, without padding."""
         return sum(self.lengths)
 
     @property
     def longest(self) -> int:
+        """Tokens of its longest sequence."""
         return max(self.lengths)
 
 
 _PADDING_PER_TOKEN = 0.25
-"""Padding that a run may hold per real token: past it, a further kernel call is cheaper than the wasted arithmetic."""
+"""Most padding per real token in a run: beyond it, another kernel call is cheaper than the wasted arithmetic."""
 _PADDING_FREE = 256
-"""Padding tokens that always pay, being cheaper than a further kernel call."""
+"""So many padding tokens are always cheaper than another kernel call."""
 
 
 def attention_runs(lengths: Sequence[int]) -> tuple[AttentionRun, ...]:
-    """Cuts packed sequences, in order, into runs whose padding stays small; sorted lengths give the fewest runs."""
+    """Cuts packed sequences, in order, into runs with little padding; sorted lengths give the fewest runs."""
     runs: list[AttentionRun] = []
     start = first = tokens = longest = 0
     for i, length in enumerate(lengths):

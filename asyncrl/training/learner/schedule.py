@@ -16,7 +16,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of `step` (from 0).
 
-    It rises linearly over the first `warmup_steps` (step 0 already trains, at peak / warmup_steps) and then falls so
+    It rises linearly over the first `warmup_steps`; step 0 already trains, at peak / warmup_steps. Then it falls so
     that it would be 0 at `total_steps`, one after the last step. Without `total_steps` it stays at `peak`.
     """
     if step < warmup_steps:

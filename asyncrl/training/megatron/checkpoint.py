@@ -1,10 +1,10 @@
-"""Weights in and out: Hugging Face safetensors to Megatron parameters and back, streamed one parameter at a time.
+"""Moves weights between Hugging Face safetensors and Megatron parameters, one parameter at a time.
 
 Invariants
-- Import then export is bit-equal, whatever the tensor-parallel size; a missing, extra or misshapen tensor is refused
-  by name.
-- Export is collective and never stops half-way on one rank: a rank that cannot write goes on gathering to the end,
-  then raises.
+- An import followed by an export is bit-equal, whatever the tensor-parallel size. A missing, extra or misshapen tensor
+  is refused by name.
+- An export is collective and never stops half-way on one rank: a rank that cannot write goes on gathering to the end,
+  and raises then.
 - An exported directory appears whole or not at all.
 - No pickle: only safetensors is read.
 """
@@ -33,7 +33,7 @@ from asyncrl.weights.buckets import TensorSpec
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Tensors that old checkpoints carry though they follow from the config."""
+"""Tensors of old checkpoints that the config determines."""
 
 
 class Checkpoint:
@@ -64,16 +64,18 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
+        """The tensors that it holds."""
         return frozenset(self._handles)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self) -> torch.dtype:
-        """Numbers of the checkpoint, by its first tensor.
+        """The dtype of its first tensor.
 
         Raises:
-            ModelError: they are not floats of 16 or 32 bits.
+            ModelError: it is no float of 16 or 32 bits.
         """
         name = min(self._handles)
         stored = self._handles[name].get_slice(name).get_dtype()
@@ -82,6 +84,7 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> Tensor:
+        """Reads a tensor into host memory."""
         tensor: Tensor = self._handles[name].get_tensor(name)
         return tensor
 
@@ -131,7 +134,7 @@ class WeightExchange:
         }
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What `export` yields, in that order."""
+        """The tensors that `export` yields, in its order."""
         (dtype,) = {parameter.dtype for parameter in self._parameters.values()}
         return tuple(
             TensorSpec(name, str(dtype).removeprefix("torch."), shape) for name, shape in self.shapes().items()
@@ -160,8 +163,8 @@ class WeightExchange:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) on every rank, in the order of `specs`.
 
-        A tensor is the live parameter or freshly gathered: it holds until the next training step or offload, whatever
-        is asked for meanwhile. All ranks must run the iterator to its end, since each step gathers.
+        A tensor is the live parameter or freshly gathered. It holds until the next training step or offload. All ranks
+        must run the iterator to its end, since each step gathers.
         """
         for name, parameter in self._parameters.items():
             entry = self._entries[name]
@@ -195,7 +198,7 @@ class WeightExchange:
                 pass
 
     def collect(self, source: Path, *, dtype: torch.dtype) -> HuggingFaceModel | None:
-        """The whole model as `dtype` in host memory on rank 0, shared with nobody; None on the other ranks."""
+        """The whole model as `dtype` in host memory on rank 0, copied; None on the other ranks."""
         first = self._layout.rank == 0
         tensors = {name: t.to(device="cpu", dtype=dtype, copy=True) for name, t in self.export() if first}
         return HuggingFaceModel(tensors, source, dtype) if first else None

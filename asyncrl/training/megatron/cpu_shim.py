@@ -1,13 +1,12 @@
-"""Makes Megatron-core run where there is no CUDA: the one place that bends it, and nothing here runs on a GPU machine.
+"""Makes Megatron-core run without CUDA. Nothing else bends Megatron, and nothing here has an effect on a GPU machine.
 
-Megatron-core 0.16 runs on gloo and CPU tensors but for a few literals: `device="cuda"`,
+Megatron-core 0.16 runs on gloo and CPU tensors except for a few literals: `device="cuda"`,
 `torch.cuda.current_device()`, and comparisons of `tensor.type()` with "torch.cuda.FloatTensor". A TorchFunctionMode
-answers them. The mode holds for the *thread* that enters it: `install` must be called in the thread that trains, and
-is idempotent per thread.
+answers them. The mode holds for the *thread* that enters it, so `install` must be called in the thread that trains.
 
-Its import decorates dozens of fused kernels with torch.compile, which loads inductor, and probes packages of GPU
-kernels, one of which (flash_mla) answers not with ImportError but with OSError: without `quick_import` it costs six
-seconds more or fails.
+Importing Megatron decorates dozens of fused kernels with torch.compile, which loads inductor, and looks for packages of
+GPU kernels. One of them (flash_mla) answers with an OSError instead of an ImportError. Without `quick_import` the
+import costs six seconds more, or fails.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _GPU_PACKAGES = ("flash_mla", "flashinfer")
-"""Kernels that Megatron uses where it can import them; installed as dependencies of SGLang."""
+"""Packages of kernels that Megatron uses where it can import them; SGLang depends on them."""
 
 _thread = threading.local()
 
 
 def needed() -> bool:
-    """True where Megatron must be told to do without CUDA."""
+    """True where there is no CUDA."""
     return not torch.cuda.is_available()
 
 
 @contextlib.contextmanager
 def quick_import() -> Iterator[None]:
-    """While open, torch.compile decorates nothing and GPU kernels are absent; without effect on a GPU machine."""
+    """While it is open, torch.compile decorates nothing and GPU kernels seem absent."""
     if not needed():
         yield
         return
@@ -51,7 +50,7 @@ def quick_import() -> Iterator[None]:
 
 
 def install() -> None:
-    """Answers CUDA literals with the CPU, in the calling thread from now on; without effect on a GPU machine."""
+    """Answers CUDA literals with the CPU, in the calling thread, from now on. Idempotent in each thread."""
     if not needed() or getattr(_thread, "mode", None) is not None:
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -60,7 +59,7 @@ def install() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"` creates on the CPU; `.type()` names CUDA types, which is what Megatron compares with."""
+    """`device="cuda"` creates on the CPU; `.type()` names CUDA types, with which Megatron compares."""
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face checkpoint lie in Megatron's parameters: one table, read in both directions.
+"""How the tensors of a Hugging Face checkpoint lie in Megatron's parameters. One table serves both directions.
 
 Invariant: `to_hugging_face(kind, [to_megatron(kind, tensors, ...) of each rank])` is `tensors`, bit for bit.
 """

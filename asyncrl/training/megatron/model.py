@@ -1,8 +1,8 @@
 """Builds Megatron's GPTModel from an `Architecture`.
 
-On a GPU with Transformer Engine the layers are Megatron's Transformer Engine layers; everywhere else they are its
-local layers with the norm and attention of `modules`. Parameters differ between the two only in the names of the
-norms, which `mapping` knows. Never run so far: the Transformer Engine branch of `layer_spec`.
+On a GPU with Transformer Engine the layers are Megatron's Transformer Engine layers. Everywhere else they are
+Megatron's local layers with the norm and attention of `modules`. The parameters differ only in the names of the norms,
+and `mapping` knows both. Never run so far: the Transformer Engine branch of `layer_spec`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def uses_transformer_engine() -> bool:
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Which modules the decoder is made of."""
+    """The modules that the decoder is made of."""
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -84,14 +84,14 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding over all ranks: the next multiple of their number."""
+    """Rows of the embedding over all ranks: the next multiple of `tensor_parallel`."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel that computes logits only where a response token is predicted.
+    """GPTModel that computes logits only for sampled tokens.
 
-    At a vocabulary of 150 thousand, logits are the largest tensors of a step and prompts are often most of the tokens.
+    With a vocabulary of 150 thousand, logits are the largest tensors of a step, and most tokens are often prompt.
     """
 
     def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:

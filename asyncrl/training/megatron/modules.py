@@ -1,7 +1,6 @@
-"""RMSNorm and attention in plain torch, for Megatron layers built without Transformer Engine (on CPU, or on a GPU
-without it).
+"""RMSNorm and attention in plain torch, for Megatron layers that are built without Transformer Engine.
 
-They take packed sequences, which Megatron's own local modules refuse, and plug in through the layer spec: Megatron is
+They take packed sequences, which Megatron's own local modules refuse. They plug in through the layer spec; Megatron is
 not patched.
 """
 
@@ -54,7 +53,7 @@ class PaddedRun:
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a packed micro-batch, plus the padded runs that the torch attention works on."""
+    """Megatron's description of a packed micro-batch, plus the padded runs that the torch attention computes."""
 
     runs: tuple[PaddedRun, ...] = ()
 
@@ -82,7 +81,7 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequ
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention over packed sequences: each padded run is one scaled_dot_product_attention.
 
-    Padding stands at the end of its row, where causality keeps it from every real token.
+    Padding stands at the end of its row, so causality hides it from every real token.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:

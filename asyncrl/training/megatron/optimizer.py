@@ -1,4 +1,4 @@
-"""Megatron's DDP and Adam around one model: the gradient buffers, the update, and moving them off the device and back.
+"""Megatron's DDP and Adam around one model: gradient buffers, updates, and moving them off the device and back.
 
 Never run so far (needs a GPU): everything in `offload` and `onload`.
 """
@@ -28,8 +28,8 @@ _WEIGHT = "weight"
 class Optimizer:
     """Gradients, Adam state and weights of one rank.
 
-    Several data-parallel ranks hold a part of the Adam state each. A single one does without Megatron's distributed
-    optimizer, which would copy all weights and gradients through collectives of one.
+    With several data-parallel ranks, each holds a part of the Adam state. A single one does without Megatron's
+    distributed optimizer, which would copy all weights and gradients through collectives of one.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Optimizer:
         config.finalize_model_grads_func = finalize_model_grads
 
     def zero_grad(self) -> None:
-        """Before each forward-backward."""
+        """Clears the gradients, before each forward-backward."""
         self.module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the reduced gradients: the same on every rank, so NaN or infinite on all or none."""
+        """Global L2 norm of the reduced gradients. It is the same on every rank, so it is finite on all or none."""
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
     def step(self, lr: float, grad_norm: float) -> None:
-        """Clips to `grad_clip` and updates the weights; `grad_norm` was called before and is finite."""
+        """Clips to `train.grad_clip` and updates the weights. `grad_norm` must have returned a finite norm before."""
         assert math.isfinite(grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -92,8 +92,11 @@ class Optimizer:
                 group.pop("step", None)  # Transformer Engine's Adam counts per group
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This rank's part of the weights, in the precision in which they are updated, and of Adam's state: copies in
-        host memory, and what is no tensor."""
+        """This rank's part of the weights, in the precision of their updates, and of Adam's state.
+
+        Returns:
+            The tensors, copied to host memory, and everything else as JSON.
+        """
         tensors = {
             f"{place}.{name}": value.detach().to("cpu", copy=True)
             for place, parameter, state in self._places()
@@ -105,7 +108,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Sets weights and Adam's state to what `state` gave on the same rank of the same layout; collective.
+        """Sets weights and Adam's state to what `state` gave on the same rank of the same layout. Collective.
 
         Raises CheckpointError: the tensors are not those of this model.
         """
@@ -130,9 +133,9 @@ class Optimizer:
             self.module.start_param_sync()  # gathers the weights that other ranks hold
 
     def offload(self, *, keep_weights: bool) -> None:
-        """Drops the gradient buffers and moves Adam state to host memory, and the weights too unless they are kept.
+        """Drops the gradient buffers and moves Adam's state to host memory; the weights go too unless they are kept.
 
-        The storage of sharded weights is empty afterwards, so nothing can be exported before `onload`.
+        Without the weights nothing can be exported before `onload`: the storage of sharded ones is empty.
         """
         for buffer in self.module.buffers:
             buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
@@ -176,7 +179,7 @@ class Optimizer:
         return parts
 
     def _places(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Every parameter of Adam with a name that is the same in each run of this layout, and its state."""
+        """Every parameter of Adam and its state, under a name that is the same in each run of this layout."""
         for i, adam in enumerate(self._adams()):
             for j, group in enumerate(adam.param_groups):
                 for k, parameter in enumerate(group["params"]):
@@ -184,7 +187,7 @@ class Optimizer:
 
 
 def fitting(saved: Tensor | None, place: str, parameter: Tensor) -> Tensor:
-    """`saved`, where it has the shape and dtype of `parameter`. Raises CheckpointError, which names `place`."""
+    """Returns `saved` if it has the shape and dtype of `parameter`. Raises CheckpointError, which names `place`."""
     if saved is None or saved.shape != parameter.shape or saved.dtype != parameter.dtype:
         found = "absent" if saved is None else f"{saved.dtype} {list(saved.shape)}"
         raise CheckpointError(

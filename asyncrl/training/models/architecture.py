@@ -1,5 +1,4 @@
-"""What a Hugging Face config.json says about a decoder, in the trainer's own words, and the refusal of what it cannot
-train.
+"""The architecture of a decoder as its Hugging Face config.json declares it. Models that cannot be trained are refused.
 
 Imports neither torch nor Megatron, so that the driver can refuse a model before anything starts.
 """
@@ -17,7 +16,7 @@ SUPPORTED = ("llama", "qwen2", "qwen3")
 """Values of `model_type` that can be trained."""
 
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of Llama 3 rope scaling that Megatron builds in; only `factor` is free."""
+"""Constants of Llama 3 rope scaling that are fixed in Megatron; only `factor` is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Architecture:
     vocab_size: int
     """Rows of the embedding in the checkpoint, without padding."""
     max_positions: int
-    """Longest sequence that the model was made for, in tokens."""
+    """Longest sequence of the model, in tokens."""
     norm_eps: float
     rope_theta: float
     rope_llama3_factor: float | None
@@ -50,11 +49,11 @@ class Architecture:
 def read_architecture(model: Path) -> Architecture:
     """Reads `config.json` of the Hugging Face directory `model`.
 
-    Without transformers, whose config classes take four seconds to import: sizes must be given, and what may be absent
-    has the defaults that it has there.
+    It does without transformers, whose config classes take four seconds to import. Sizes must be given; other absent
+    fields have the defaults of transformers.
 
     Raises:
-        ModelError: there is no such directory or config, or it asks for something that the trainer does not do.
+        ModelError: there is no such directory or config, or it asks for a feature that the trainer does not have.
     """
     config = _Fields(model)
     model_type = _model_type(model, config)
@@ -127,7 +126,7 @@ class _Fields:
         raise ModelError(f"{self.path}: {reason}")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; `default` where it is absent or null, refused where there is none."""
+        """A positive integer, or `default` where it is absent or null. Without a default it is refused then."""
         value = self.fields.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -185,7 +184,7 @@ def _refuse_features(model: Path, config: _Fields) -> None:
 
 
 def _rope(config: _Fields) -> tuple[float, float | None]:
-    """Base and Llama 3 factor of the rotary embedding; both spellings, of transformers 4 and 5."""
+    """Base and Llama 3 factor of the rotary embedding, in the spelling of transformers 4 or 5."""
     rope = config.fields.get("rope_parameters") or config.fields.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         config.refuse("rope_parameters (or rope_scaling) must be an object")

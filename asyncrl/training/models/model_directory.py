@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face directory: safetensors beside the config and tokenizer files of another one."""
+"""Writes a model as a Hugging Face directory: safetensors, with config and tokenizer files copied from another one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from asyncrl.training.checkpoints.manifest import FileRecord
 from asyncrl.weights.buckets import TensorSpec, plan_buckets
 
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
-"""Files of a model directory that are weights, which are written anew; everything else is copied."""
+"""Weight files of a model directory; all other files are copied."""
 
 MAX_FILE_BYTES = 4_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """A whole model in host memory, in the numbers in which it will be stored."""
+    """A whole model in host memory, in the dtype in which it will be stored."""
 
     tensors: dict[str, Tensor]
     source: Path
-    """Directory whose config and tokenizer files belong to it."""
+    """The directory whose config and tokenizer files it has."""
     dtype: torch.dtype
 
     def write(self, directory: Path) -> dict[Path, FileRecord]:
-        """As `write_model`."""
+        """Writes it into `directory`; as `write_model`."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         return write_model(iter(self.tensors.items()), shapes, self.source, directory, dtype=self.dtype)
 
@@ -48,7 +48,8 @@ def write_model(
     """Writes a directory that does not exist yet; returns its files.
 
     Args:
-        tensors: name and whole tensor, in the order of `shapes`; of them only what fits one file is held at a time.
+        tensors: name and whole tensor, in the order of `shapes`. Only as many as fit one file are held at a time.
+        source: the directory whose config and tokenizer files are copied.
 
     Raises:
         OSError: `directory` is then incomplete.
@@ -81,7 +82,7 @@ def write_model(
 
 
 def _record_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Keeps config.json true about the numbers of the weights beside it."""
+    """Writes `dtype` into a config.json, if it says otherwise."""
     fields = json.loads(config)
     key = "torch_dtype" if "torch_dtype" in fields else "dtype"  # spelling of transformers 4 and 5
     if fields.get(key) == (name := str(dtype).removeprefix("torch.")):

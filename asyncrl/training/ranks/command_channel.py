@@ -1,11 +1,11 @@
-"""Commands from rank 0 to the other ranks, over a gloo group of its own.
+"""The command channel: commands from rank 0 to the other ranks, over a gloo group that carries nothing else.
 
 Invariants
-- The group is used by one thread of each rank only (the trainer thread of rank 0, the main thread of the others)
-  and for nothing else, so commands cannot mix with the trainer's collectives.
-- Its timeout is a year: ranks wait in `receive` through rollouts of any length, at no CPU cost. That a peer died
-  is noticed by the closed connection, there and on the rank link.
-- Tensors of a batch travel as tensors; the rest as msgpack. Nothing is pickled.
+- One thread of each rank uses the group: the trainer thread of rank 0, the main thread of the others. So commands
+  cannot mix with the trainer's collectives.
+- Its timeout is a year: ranks wait in `receive` through rollouts of any length, at no CPU cost. A closed connection
+  tells that a peer died, here and on the rank link.
+- Tensors of a batch travel as tensors, everything else as msgpack. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class BatchHeader(msgspec.Struct, frozen=True):
 
 
 class Envelope(msgspec.Struct, frozen=True):
+    """A message without the contents of its tensors."""
+
     seq: int
     command: Command
     batch: BatchHeader | None
@@ -51,7 +53,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """What a rank receives."""
+    """A command as a rank receives it."""
 
     seq: int
     command: Command
@@ -63,7 +65,7 @@ _decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
 class CommandChannel:
-    """One rank's end. With a single rank there is no group, and `send` has nobody to send to."""
+    """One rank's end. With a single rank there is no group, and `send` does nothing."""
 
     def __init__(self, world_size: int) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -71,7 +73,7 @@ class CommandChannel:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
 
     def send(self, seq: int, command: Command, batch: RolloutBatch | None = None) -> None:
-        """Rank 0: hands a command, and a batch where it takes one, to every rank."""
+        """On rank 0: sends a command, with a batch where it takes one, to every other rank."""
         if self._group is None:
             return
         header, tensors = (None, []) if batch is None else _split(batch)
@@ -82,7 +84,7 @@ class CommandChannel:
             self._broadcast(tensor)
 
     def receive(self) -> Message:
-        """Other ranks: waits for the next command."""
+        """On the other ranks: waits for the next command."""
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
         payload = torch.empty(int(size.item()), dtype=torch.uint8)
@@ -104,7 +106,7 @@ class CommandChannel:
         return RolloutBatch(**values, columns=columns)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """In place; as bytes, since gloo does not know every dtype."""
+        """Broadcasts in place, as bytes, since gloo does not know every dtype."""
         if tensor.numel():
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group)
 

@@ -1,4 +1,4 @@
-"""What went wrong in trainer ranks, as an error of the driver: whom to blame is a pure function."""
+"""From the failures of trainer ranks to the one error of the driver. Which rank is blamed is a pure function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = structlog.get_logger(__name__)
 
 
 def error_of(failure: RankFailure, what: str) -> AsyncRLError:
-    """A failed rank as the error of the driver: of the same class where it is one of ours."""
+    """The driver's error for a failed rank: of the same class where the rank raised an AsyncRLError."""
     kind = getattr(errors, failure.error, None)
     if isinstance(kind, type) and issubclass(kind, AsyncRLError):
         return kind(f"trainer rank {failure.rank}: {failure.message}")
@@ -23,9 +23,14 @@ def error_of(failure: RankFailure, what: str) -> AsyncRLError:
 
 
 def blame(failures: Sequence[RankFailure], local: BaseException | None, what: str) -> tuple[RankFailure, AsyncRLError]:
-    """Which failure is the cause of the others, and the error to raise; `local` is what rank 0 itself raised.
+    """Chooses the failure that caused the others; returns it and the error to raise.
 
-    One of both is there. A rank that died comes first, then what rank 0 has to say, then the ranks in their order.
+    A rank that died comes first, then an AsyncRLError of rank 0, then the ranks in the order of their reports.
+
+    Args:
+        failures: of the other ranks, in the order in which they became known.
+        local: the exception of rank 0 itself. Either `failures` is not empty or this is not None.
+        what: the command in words.
     """
     if isinstance(local, AsyncRLError) and not any(failure.died for failure in failures):
         return RankFailure(0, type(local).__name__, str(local)), local
@@ -39,14 +44,14 @@ def blame(failures: Sequence[RankFailure], local: BaseException | None, what: st
 
 
 def error_of_hung(stacks: Mapping[int, str | None], what: str, timeout_s: float) -> TrainerError:
-    """Ranks that did not end a command, each with where it is; None did not answer."""
+    """The error for ranks that did not end a command in time, with the stack of each; None: it did not answer."""
     lines = [f"trainer: {what} did not end within {timeout_s:g} s"]
     lines += [f"rank {rank} is at:\n{stack or '(no answer)'}".rstrip() for rank, stack in stacks.items()]
     return TrainerError("\n".join(lines))
 
 
 async def tried(what: str, step: Callable[[], Awaitable[object]], timeout_s: float) -> None:
-    """One step of a disposal: whatever becomes of it, the next one follows."""
+    """One step of a disposal: logs its failure or timeout, so that the next step follows."""
     try:
         with waiting(what, "trainer", timeout_s):
             await step()

@@ -1,4 +1,4 @@
-"""Where a trainer rank stands: its place among the ranks and the shape of the parallel layout. Pure data, no torch."""
+"""The place of a trainer rank among the others, and the shape of the parallel layout. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """One rank of the trainer. Tensor-parallel ranks are neighbours: ranks [0, TP) share the first model copy."""
+    """One rank. Tensor-parallel ranks are neighbours: ranks [0, TP) share the first copy of the model."""
 
     rank: int
-    """Global rank, 0 is the driver."""
+    """Global rank; rank 0 is the driver."""
     world_size: int
     local_rank: int
     """Rank on this node; the index of its GPU among the visible ones."""
@@ -33,10 +33,10 @@ class RankLayout:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy this rank belongs to."""
+        """The index of the copy that this rank belongs to."""
         return self.rank // self.tensor_parallel
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of its copy this rank holds."""
+        """The index of the part of its copy that this rank holds."""
         return self.rank % self.tensor_parallel

@@ -1,4 +1,4 @@
-"""A trainer rank: where it stands (torchrun's environment), its process groups, and the loop of ranks >= 1."""
+"""A trainer rank: its place in torchrun's environment, its process groups, and the command loop of ranks >= 1."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from asyncrl.training.ranks.rank_link import Done, Failed, LinkAddress, LinkClie
 
 _LINK_KEY = "asyncrl/rank-link"
 REPORT_GRACE_S = 30.0
-"""How long a failed rank stays, so that rank 0 speaks of the failure before torchrun ends everything."""
+"""A failed rank stays so long, so that rank 0 can report the failure before torchrun ends all ranks."""
 
 COLLECTIVE_MARGIN_S = 60.0
-"""Collectives outlast a command's deadline by this, so that the driver names the rank that hangs before the others'
-collectives fail."""
+"""Collectives time out so much later than a command, so that the driver names the rank that hangs before the
+collectives of the others fail."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """What torchrun tells a rank; a process without torchrun is a world of one."""
+    """What torchrun tells a rank. A process without torchrun is a world of one."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,10 +44,11 @@ class RankEnvironment:
     local_world_size: int = 1
     master_address: str = "127.0.0.1"
     restarts: int = 0
-    """How often the agent has started its ranks again."""
+    """How often torchrun's agent has restarted its ranks."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """Reads the variables that torchrun sets."""
         if "RANK" not in environ:
             return cls()
         return cls(
@@ -61,21 +62,24 @@ class RankEnvironment:
 
     @property
     def single_node(self) -> bool:
+        """Whether all ranks are on this node."""
         return self.local_world_size == self.world_size
 
     @property
     def link_host(self) -> str:
-        """Where rank 0 listens for the other ranks: loopback unless there is a second node."""
+        """The address at which rank 0 listens for the other ranks: loopback unless there is a second node."""
         return "127.0.0.1" if self.single_node else self.master_address
 
     def layout(self, config: Config) -> RankLayout:
+        """The rank's place in the parallel layout. Raises ConfigError where the ranks do not fill whole copies."""
         return RankLayout(self.rank, self.world_size, self.local_rank, config.train.tensor_parallel)
 
 
 def rendezvous(environment: RankEnvironment, timeout_s: float) -> Store:
     """The store in which the ranks of this attempt meet.
 
-    The agent's own store outlives its ranks: those of the next attempt would find what the last ones left there.
+    The agent's own store outlives its ranks. A prefix for each attempt keeps the ranks of the next attempt from reading
+    what these leave there.
     """
     if environment.world_size == 1:
         return HashStore()
@@ -87,9 +91,9 @@ def rendezvous(environment: RankEnvironment, timeout_s: float) -> Store:
 
 
 def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: float) -> CommandChannel:
-    """Builds the default group (NCCL and gloo on GPUs, gloo without) and the control group, on every rank alike.
+    """Builds the default process group (NCCL and gloo with GPUs, gloo without) and the control group. Collective.
 
-    In the thread that will train: it also binds the CUDA device. `timeout_s` is the deadline of a command.
+    It binds the CUDA device, so it must run in the thread that will train. `timeout_s` is the deadline of a command.
     """
     backend = "gloo"
     if torch.cuda.is_available():
@@ -108,7 +112,7 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
 
 
 def join_as_rank_zero(environment: RankEnvironment, config: Config, address: LinkAddress | None) -> CommandChannel:
-    """As `join_process_groups`, once the others were told where to connect to; None where there are no others."""
+    """Tells the other ranks the address of the rank link (None: there are no others), then joins the groups."""
     store = rendezvous(environment, config.train.init_timeout_s)
     if address is not None:
         store.set(_LINK_KEY, address.encode())
@@ -118,12 +122,12 @@ def join_as_rank_zero(environment: RankEnvironment, config: Config, address: Lin
 def serve_rank(
     config: Config, make_backend: BackendFactory = make_backend, environment: RankEnvironment | None = None
 ) -> None:
-    """The whole life of a rank >= 1: joins, executes what rank 0 commands, returns when told to stop.
+    """The whole life of a rank >= 1: joins the groups, executes rank 0's commands, returns when told to stop.
 
-    Which signals end the process is the caller's affair (asyncrl.exit_protocol).
+    The caller decides which signals end the process (asyncrl.exit_protocol).
 
     Raises:
-        TrainerError: a command failed here; rank 0 has been told, and everybody should end.
+        TrainerError: a command failed here; rank 0 knows, and all ranks should end.
     """
     environment = environment or RankEnvironment.from_environ()
     store = rendezvous(environment, config.train.init_timeout_s)
@@ -149,7 +153,7 @@ def _serve(
                 link.close()
                 dist.destroy_process_group()
                 return
-    except Exception as error:  # whatever it is, rank 0 must hear of it
+    except Exception as error:  # of any kind: rank 0 must know of it
         failure = describe(environment.rank, error)
         link.send(Failed(seq, failure.error, failure.message, failure.frames))
         link.ended.wait(REPORT_GRACE_S)

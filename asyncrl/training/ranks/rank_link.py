@@ -1,13 +1,13 @@
-"""The line between rank 0 and each other rank that works when a collective does not.
+"""The rank link: a TCP connection between rank 0 and each other rank, which works when a collective does not.
 
-A rank that waits in a collective can neither be asked nor answer, so answers, tracebacks and signs of life travel
-over a TCP connection of their own: from a daemon thread of each rank to the event loop of rank 0.
+A rank that waits in a collective can neither be asked nor answer. So answers, tracebacks and signs of life travel over
+this connection, from a daemon thread of each rank to the event loop of rank 0.
 
 Invariants
-- A rank's death is known as soon as the kernel closes its connection, before any collective times out; a rank that
-  goes silent (stopped, node lost) is known after SILENCE_S.
-- Rank 0's end closes -> every rank ends itself: at once by itself, or after ORPHAN_GRACE_S by os._exit.
-- The port asks for a token that only the ranks of this job know (it travels through the rendezvous store).
+- Rank 0 knows that a rank died as soon as the kernel closes its connection, before any collective times out. It knows
+  that a rank went silent (stopped, node lost) after SILENCE_S.
+- When rank 0's end closes, every other rank ends: on its own, or after ORPHAN_GRACE_S by os._exit.
+- The port asks for a token that only the ranks of this job know; it travels through the rendezvous store.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import anyio.streams.buffered
 import msgspec
 import structlog
 
+from asyncrl.tasks import Changes
 from asyncrl.training.checkpoints.manifest import Wrote
 from asyncrl.training.ranks.trainer_thread import thread_stack
 
@@ -45,6 +46,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a rank."""
+
     rank: int
     pid: int
     token: str
@@ -55,7 +58,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Command `seq` ended well on this rank."""
+    """Command `seq` succeeded on this rank."""
 
     seq: int
 
@@ -78,7 +81,7 @@ class Stack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """A warning of the rank, or worse, for rank 0 to log as if it were its own."""
+    """A log record of the rank, of level warning or higher, which rank 0 logs as its own."""
 
     record: dict[str, str | float]
     """Fields of the log record; `level` and `event` are among them."""
@@ -100,17 +103,19 @@ _decode_to_rank = msgspec.json.Decoder(_ToRank).decode
 
 @dataclass(frozen=True, slots=True)
 class LinkAddress:
-    """Where ranks connect to."""
+    """The address that ranks connect to."""
 
     host: str
     port: int
     token: str
 
     def encode(self) -> str:
+        """As text, for the rendezvous store."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> LinkAddress:
+        """Reads what `encode` wrote."""
         return msgspec.json.decode(text, type=cls)
 
 
@@ -120,11 +125,11 @@ class RankFailure:
 
     rank: int
     error: str
-    """Class of the exception, or what happened to the process."""
+    """Class of the exception, or the fate of the process."""
     message: str
     frames: str = ""
     died: bool = False
-    """The process ended or went silent, without an exception of its own."""
+    """The process ended or went silent without reporting an exception."""
 
     def __str__(self) -> str:
         parts = (f"trainer rank {self.rank}", self.error, self.message)
@@ -153,33 +158,32 @@ class LinkServer:
         self._on_change = on_change
         self._on_wrote = on_wrote
         self._streams: dict[int, anyio.abc.SocketStream] = {}
-        self._stacks_complete = anyio.Event()
+        self._answered = Changes()
         self._ending = False
         self._token = secrets.token_hex(16)
 
     async def serve(self, host: str, *, task_status: anyio.abc.TaskStatus[LinkAddress]) -> None:
-        """Accepts ranks until cancelled; starts with the address."""
+        """Accepts ranks until it is cancelled; `started` is called with the address."""
         async with await anyio.create_tcp_listener(local_host=host, local_port=0) as listener:
             port: int = listener.extra(anyio.abc.SocketAttribute.local_port)
             task_status.started(LinkAddress(host, port, self._token))
             await listener.serve(self._serve_rank)
 
     async def ask_stacks(self, timeout_s: float) -> None:
-        """Fills `stacks` for the ranks that answer in time."""
+        """Asks every rank where its main thread is, and fills `stacks` with the answers that come in time."""
         self.stacks.clear()
-        self._stacks_complete = anyio.Event()
         await self._tell(AskStack(), timeout_s)
-        if self._streams:
-            with anyio.move_on_after(timeout_s):
-                await self._stacks_complete.wait()
+        with anyio.move_on_after(timeout_s):
+            while not self.stacks.keys() >= self._streams.keys():
+                await self._answered.wait()
 
     async def end(self, timeout_s: float) -> None:
-        """Tells every rank to leave; from now on a closed connection is no failure."""
+        """Tells every rank to leave. From now on a closed connection is no failure."""
         self._ending = True
         await self._tell(End(), timeout_s)
 
     def expect_leave(self) -> None:
-        """Ranks leave by themselves from now on (they were told so by a command)."""
+        """A command has told the ranks to leave. From now on a closed connection is no failure."""
         self._ending = True
 
     async def _tell(self, message: _ToRank, timeout_s: float) -> None:
@@ -225,8 +229,7 @@ class LinkServer:
                 self.failures.append(RankFailure(rank, error, text, frames))
             case Stack(frames=frames):
                 self.stacks[rank] = frames
-                if self.stacks.keys() >= self._streams.keys():
-                    self._stacks_complete.set()
+                self._answered.notify()
             case Wrote():
                 self._on_wrote(rank, message)
                 return
@@ -248,11 +251,11 @@ class LinkServer:
 
 
 class LinkClient:
-    """A rank's end: two daemon threads, one that beats, one that listens to rank 0."""
+    """A rank's end, with two daemon threads: one sends signs of life, the other listens to rank 0."""
 
     def __init__(self, address: LinkAddress, rank: int, timeout_s: float) -> None:
         self.ended = threading.Event()
-        """Rank 0 said that the job is over, or is gone."""
+        """Set when rank 0 has said that the job is over, or is gone."""
         self._orderly = False
         self._main_thread = threading.current_thread()
         self._lock = threading.Lock()
@@ -264,13 +267,13 @@ class LinkClient:
             threading.Thread(target=target, name=f"rank-link-{target.__name__}", daemon=True).start()
 
     def send(self, message: _FromRank) -> None:
-        """Never raises: that rank 0 is gone shows in `ended`."""
+        """Sends a message. Never raises: where rank 0 is gone, `ended` is set."""
         line = msgspec.json.encode(message) + b"\n"
         with self._lock, suppress(OSError):
             self._socket.sendall(line)
 
     def say(self, record: Mapping[str, Any]) -> bool:
-        """Has rank 0 log `record`; False when it is gone or has ended the job."""
+        """Has rank 0 log `record`; returns False when rank 0 is gone or has ended the job."""
         if self.ended.is_set():
             return False
         shown = {k: v if isinstance(v, float | int) else str(v)[:_MAX_TEXT] for k, v in record.items()}
@@ -278,7 +281,7 @@ class LinkClient:
         return True
 
     def close(self) -> None:
-        """An orderly end: the listener no longer ends the process."""
+        """Ends the link in order: the listening thread will not end the process."""
         self.ended.set()
         self._orderly = True
         with suppress(OSError):

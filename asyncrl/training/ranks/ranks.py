@@ -1,14 +1,18 @@
 """Ranks: the trainer ranks as rank 0 commands them, itself included.
 
-A command is executed by every rank; rank 0 does so in the trainer thread. It has ended when every rank has answered
-over its link (rank_link.py), not when some collective says so.
+Every rank executes every command; rank 0 does so in the trainer thread. A command has ended when every rank has
+answered over its link (rank_link.py); no collective tells it.
+
+        TrainGroup ── run(command) ──► Ranks ──► trainer thread: send over the command channel, then execute
+                                         ▲                                   │ gloo broadcast
+                                         └── rank link: Done, Failed ◄── ranks ≥ 1: receive, execute, answer
 
 Invariants
-- Commands run one after another on all ranks in the same order, whoever cancels or gives up meanwhile.
-- The first failure of any rank ends the waiting call within seconds, with a TrainerError that names the rank; from
-  then on every call raises it at once. A failure while nobody waits ends the task group.
-- A rank that died is blamed before the ranks whose collectives broke because of it; where nobody died, what rank 0
-  itself has to say comes first: it knows where things were written.
+- Commands run one after another, in the same order on all ranks, also when a caller is cancelled meanwhile.
+- The first failure of any rank ends the waiting call within seconds, with a TrainerError that names the rank. From then
+  on every call raises it at once. A failure while no call waits ends the task group.
+- A rank that died is blamed before the ranks whose collectives broke because of it. Where no rank died, the error of
+  rank 0 is told first, since rank 0 knows where files were written.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.errors import AsyncRLError, TrainerError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
+from asyncrl.tasks import Changes
 from asyncrl.training.checkpoints.manifest import Wrote
 from asyncrl.training.ranks import commands
 from asyncrl.training.ranks.command_channel import CommandChannel
@@ -50,8 +55,8 @@ class Ranks:
 
     Args:
         state: rank 0's own part.
-        task_group: where the links to the other ranks are served, and where the failure of an idle rank surfaces.
-        wrote: hears that a rank has written its part of a checkpoint.
+        task_group: serves the links to the other ranks; the failure of an idle rank is raised there.
+        wrote: called when a rank has written its part of a checkpoint.
     """
 
     def __init__(
@@ -70,26 +75,27 @@ class Ranks:
         self._task_group = task_group
         self._events = events
         self._thread = TrainerThread()
-        self._link = LinkServer(range(1, environment.world_size), self._wake, wrote)
+        self._changed = Changes()
+        self._link = LinkServer(range(1, environment.world_size), self._changed.notify, wrote)
         self._serving: list[anyio.CancelScope] = []
         self._channel: CommandChannel | None = None
-        self._changed = anyio.Event()
         self._seq = 0
         self._waiters = 0
         self._thread_failure: BaseException | None = None
         self.failure: AsyncRLError | None = None
-        """Why no further command is taken."""
+        """The error that every further call raises."""
 
     @property
     def unbroken(self) -> bool:
-        """Whether all ranks met, and none has failed."""
+        """Whether all ranks have met and none has failed."""
         return self._channel is not None and self.failure is None and not self._link.failures
 
     def thread_statistics(self) -> TrainerThreadStatistics:
+        """The trainer thread's present call and queue."""
         return self._thread.statistics()
 
     async def join(self, timeout_s: float) -> None:
-        """Meets the other ranks in the process groups; before anything else."""
+        """Joins the process groups with the other ranks. It must be the first call."""
         address = await self._serve_links()
         what = "joining the process groups"
         join = partial(join_as_rank_zero, self._environment, self._config, address)
@@ -108,7 +114,15 @@ class Ranks:
     ) -> Result:
         """Has every rank execute `command`; returns rank 0's result.
 
-        `on_executed` is called once rank 0 has executed it, also where the caller gave up meanwhile.
+        Args:
+            what: the command in words, for waits and errors.
+            timeout_s: `train.step_timeout_s` by default.
+            batch: travels to every rank with the command.
+            sink: takes exported tensors on rank 0.
+            on_executed: called once rank 0 has executed the command, also when the caller was cancelled meanwhile.
+
+        Raises:
+            TrainerError: a rank failed, died or hangs, now or earlier; or another AsyncRLError that a rank raised.
         """
         self.check()
         channel = self._channel
@@ -131,7 +145,7 @@ class Ranks:
         return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
 
     async def settle(self) -> None:
-        """Waits until rank 0 has executed what it had begun, whoever gave up waiting; raises what failed in it."""
+        """Waits until rank 0 has executed the commands before, also cancelled ones; raises what failed in them."""
         self.check()
 
         def outcome() -> None:
@@ -143,7 +157,7 @@ class Ranks:
         await self._await(job, seq=-1, what=what, timeout_s=self._config.train.step_timeout_s)
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
-        """Runs `function(*args)` in the trainer thread, after the commands before; TrainerError after `timeout_s`."""
+        """Runs `function(*args)` in the trainer thread, after earlier calls. Raises TrainerError after `timeout_s`."""
         self.check()
         try:
             return await self._thread.call(function, *args, what=what, timeout_s=timeout_s)
@@ -151,7 +165,7 @@ class Ranks:
             raise TrainerError(f"trainer rank 0: {error}; it is at:\n{self._thread.stack()}".rstrip()) from error
 
     def check(self) -> None:
-        """Raises the failure of a rank."""
+        """Raises the failure of a rank, if there is one."""
         if self.failure is not None:
             raise self.failure
         if self._link.failures:
@@ -175,7 +189,7 @@ class Ranks:
         )
 
     async def _await(self, job: ThreadCall[T], seq: int, what: str, timeout_s: float) -> T:
-        """Until rank 0 and every other rank have finished command `seq`, or one failed, or time is up."""
+        """Waits until all ranks have finished command `seq`; returns rank 0's result, or raises why one did not."""
         self._waiters += 1
         try:
             with waiting(what, "trainer", timeout_s):
@@ -201,7 +215,7 @@ class Ranks:
         return all(done >= seq for done in self._link.done.values())
 
     async def _fail(self, job: ThreadCall[Any], what: str) -> AsyncRLError:
-        """The failure to report, once there was time to hear of a rank that died, or of rank 0's own view."""
+        """The failure to report, after a moment in which news of a dead rank may still come."""
         with anyio.move_on_after(_BLAME_GRACE_S if self._environment.world_size > 1 else 0):
             while not any(f.died for f in self._link.failures):
                 await self._changed.wait()
@@ -211,7 +225,7 @@ class Ranks:
         return self._break(blamed, what, error)
 
     async def _fail_hung(self, job: ThreadCall[Any], seq: int, what: str, timeout_s: float) -> AsyncRLError:
-        """Names the ranks that did not finish, and where they are."""
+        """The failure that names the ranks that did not finish, with their stacks."""
         await self._link.ask_stacks(_STACK_TIMEOUT_S)
         hung = {rank: self._link.stacks.get(rank) for rank, done in self._link.done.items() if done < seq}
         blamed = next(iter(hung), 0)
@@ -227,17 +241,13 @@ class Ranks:
 
     # the other ranks
 
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
-
     def _job_done(self, job: ThreadCall[Any], on_executed: Callable[[], None] | None = None) -> None:
         if job.exception is None and on_executed is not None:
             on_executed()
         if job.abandoned and job.exception is not None:
             failure = describe(0, job.exception)
             self._break(failure, job.what, error_of(failure, job.what))
-        self._wake()
+        self._changed.notify()
 
     async def _serve_links(self) -> LinkAddress | None:
         if self._environment.world_size == 1:
@@ -252,7 +262,7 @@ class Ranks:
             await self._link.serve(self._environment.link_host, task_status=task_status)
 
     async def _watch(self) -> None:
-        """Raises the failure of a rank into the task group when no call is there to raise it."""
+        """Raises the failure of a rank into the task group when no call waits that would raise it."""
         with anyio.CancelScope() as scope:
             self._serving.append(scope)
             while True:

@@ -1,11 +1,11 @@
-"""The one thread of rank 0 in which every torch.distributed and Megatron call lives.
+"""The trainer thread: the one thread of rank 0 that makes every torch.distributed and Megatron call.
 
 Invariants
-- Calls run one after another, in the order in which they were submitted, all in the same thread: NCCL, the
-  CUDA device and the CPU shim are bound to it.
-- A caller that is cancelled or times out leaves the thread alone: a call that has not begun is skipped, a
-  running one runs to its end; its result is dropped, its exception logged.
-- The thread is a daemon and is never joined without a bound: a collective that hangs cannot hold the process.
+- Calls run one after another in the order of `submit`, all in the same thread: NCCL, the CUDA device and the CPU shim
+  are bound to it.
+- A caller that is cancelled or times out does not disturb the thread. A call that has not begun is skipped. A call that
+  runs goes on to its end; its result is dropped and its exception is logged.
+- The thread is a daemon and is never joined without a bound, so a collective that hangs cannot hold the process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainerThreadStatistics:
-    """What the thread does right now."""
+    """The present state of the thread."""
 
     running: str | None
-    """Name of the call in progress."""
+    """The call in progress, in words; None while the thread waits."""
     running_since: float | None
     """time.monotonic() at its start."""
     queued: int
-    """Calls that wait for their turn."""
+    """Calls that have not begun."""
 
 
 class ThreadCall(Generic[T]):
@@ -58,23 +58,24 @@ class ThreadCall(Generic[T]):
         self._lock = threading.Lock()
 
     def abandon(self) -> None:
-        """Nobody waits for the result any more."""
+        """The caller no longer waits for the result: a call that has not begun will be skipped."""
         with self._lock:
             self.abandoned = True
         if self.done and self.exception is not None:
             _log_abandoned(self.what, self.exception)
 
     async def wait(self) -> None:
+        """Returns once the call has ended; one that is skipped never ends."""
         await self._finished.wait()
 
     def result(self) -> T:
-        """The value, or the call's own exception; only once `done`."""
+        """Returns the value or raises the call's exception. Only once `done`."""
         if self.exception is not None:
             raise self.exception
         return cast(T, self._value)
 
     def run(self) -> None:
-        """Runs in the trainer thread."""
+        """Makes the call, unless it was abandoned. In the trainer thread."""
         with self._lock:
             if self.abandoned:
                 return
@@ -82,11 +83,11 @@ class ThreadCall(Generic[T]):
         exception: BaseException | None = None
         try:
             value = self._call()
-        except BaseException as error:  # whatever it is, it belongs to the caller, not to the thread
+        except BaseException as error:  # of any kind: it belongs to the caller, not to the thread
             exception = error
         try:
             self._loop.call_soon_threadsafe(self._finish, value, exception)
-        except RuntimeError:  # the loop was closed meanwhile: nobody is left to be told
+        except RuntimeError:  # the loop was closed meanwhile: no caller is left
             if exception is not None:
                 _log_abandoned(self.what, exception)
 
@@ -111,7 +112,7 @@ class TrainerThread:
     def submit(
         self, call: Callable[[], T], *, what: str, on_done: Callable[[ThreadCall[T]], None] | None = None
     ) -> ThreadCall[T]:
-        """Queues `call`; `on_done` is called with the job in the event loop when it ended."""
+        """Queues `call`. When it has ended, `on_done` is called with the returned object, in the event loop."""
         job = ThreadCall(what, call, on_done)
         self._queue.put(job)
         return job
@@ -131,6 +132,7 @@ class TrainerThread:
         return job.result()
 
     def statistics(self) -> TrainerThreadStatistics:
+        """What the thread does right now."""
         running = self._running
         return TrainerThreadStatistics(
             running=running[0] if running else None,
@@ -139,11 +141,11 @@ class TrainerThread:
         )
 
     def stack(self, frames: int = 6) -> str:
-        """The innermost frames of what the thread is doing, for a report on a hang."""
+        """The innermost frames of the thread, for the report of a hang."""
         return thread_stack(self._thread, frames)
 
     def close(self) -> None:
-        """Lets the thread end after what is queued; does not wait for it."""
+        """Ends the thread after the queued calls, without waiting for it."""
         self._queue.put(None)
 
     def _main(self) -> None:
@@ -151,11 +153,11 @@ class TrainerThread:
             self._running = (job.what, time.monotonic())
             job.run()
             self._running = None
-            del job  # a kept job would keep its batch alive until the next one
+            del job  # else it would keep its batch alive until the next call
 
 
 def thread_stack(thread: threading.Thread, frames: int) -> str:
-    """The innermost `frames` frames of a thread as text; empty when it has ended."""
+    """The innermost `frames` frames of a thread as text; empty where it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "" if frame is None else "".join(traceback.format_stack(frame)[-frames:])
 
