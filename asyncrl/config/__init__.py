@@ -1,6 +1,7 @@
 """Typed, frozen configuration: one pydantic model per section. Importing it never imports torch.
 
-`root` holds the schema, `loading` reads files and options, `validation` and `layout` refuse what cannot work.
+`root` and `sections` declare the settings. `reading` makes a configuration from files and options. `checks` and
+`placement` refuse settings that cannot work. `arguments` lists what may be passed on to engines and routers.
 """
 
 from asyncrl.config.root import Config

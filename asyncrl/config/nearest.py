@@ -1,4 +1,4 @@
-"""The valid names that a mistyped one most likely meant."""
+"""The valid names that a user most likely meant with a misspelled one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _AT_MOST = 3
 
 
 def nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The most similar of `known`, best first; none when nothing is similar, several when equally likely.
+    """The most similar of `known`, best first: none when none is similar, several when they are equally likely.
 
-    A dotted name is compared by its last part and, with less weight, by its section, so that a key put into the wrong
-    section (`train.temperature`) or into none (`lr`) finds its home, and none is taken for another of its section.
+    A dotted name is compared by its last part and, with less weight, by its section. So a key in the wrong section
+    (`train.temperature`) or in none (`lr`) is found, and is not taken for another key of the section that it stands in.
     """
     scores = {candidate: _similarity(name, candidate) for candidate in known}
     best = max(scores.values(), default=0.0)
@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """`; did you mean a or b?`, or nothing."""
+    """`; did you mean a or b?`; empty without names."""
     listed = " or ".join(names)
     return f"; did you mean {listed}?" if listed else ""
 

@@ -1,6 +1,6 @@
-"""What is wrong with a configuration, as data: one problem per line, all of them at once.
+"""Problems of a configuration, as data. A user hears of all of them at once, one a line.
 
-Invariant: the text of a problem never carries a secret; values pass through `redaction.shown`.
+Invariant: the text of a problem never holds a secret. Values pass through `redaction.shown`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,25 @@ class Problem:
     key: str
     """Dotted key, as the user would write it: `train.lr`."""
     text: str
-    """What is wrong and the fix."""
+    """What is wrong, and how to mend it."""
     source: str | None = None
-    """Where the value came from: a file, or the option on the command line."""
+    """Where the value comes from: a file, or the option on the command line."""
 
     def __str__(self) -> str:
         where = f" (from {self.source})" if self.source not in (None, "default") else ""
         return f"{self.key}: {self.text}{where}"
 
 
+class Problems(list[Problem]):
+    """Problems that are collected on the way, so that a user hears of all of them at once."""
+
+    def add(self, key: str, text: str, source: str | None = None) -> None:
+        """One more problem; see `Problem`."""
+        self.append(Problem(key, text, source))
+
+
 class InvalidConfigError(ConfigError):
-    """Everything that is wrong with one configuration."""
+    """All problems of one configuration."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)

@@ -16,7 +16,7 @@ from asyncrl.config.sections.training import TrainConfig, WarmupConfig
 
 
 class Config(Section):
-    """Everything that a job needs to know before it starts."""
+    """All settings of a job."""
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)

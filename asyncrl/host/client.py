@@ -1,11 +1,12 @@
-"""Rank 0's side of the engine host: spawn, watch, stop, and the lifeline.
+"""Rank 0's side of the host of its own node: spawn, watch, stop, ports, and the lifeline.
 
 Invariants
-- Requests are handed over whole and in order by one writer; cancelling a caller never tears a message. The answer
-  to an abandoned request is dropped; an abandoned `spawn` is followed by a kill, so it leaves no process without owner.
-- The exit of every process is remembered until its name is used again: any number may wait, also afterwards.
-- When the host dies or does not answer in time, a call raises EngineError; what a dead one left behind is ended
-  (`proc.end_marked`, the net under the guardians).
+- One writer sends requests whole and in order, so that cancelling a caller never tears a message. The answer to an
+  abandoned request is dropped. An abandoned `spawn` is followed by a kill, so that no process is left without an owner.
+- The exit of every process is remembered until its name is used again: any number of tasks may wait for it, also
+  afterwards.
+- When the host dies or does not answer in time, a call raises EngineError. Processes that a dead host left are ended
+  (`proc.end_marked`), even if their guardians are dead too.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS, waiting
 
 ANSWER_TIMEOUT_S = 30.0
-"""The host answers in milliseconds; much longer on a machine that swaps or is stopped."""
+"""The host answers in milliseconds. It takes much longer only on a machine that swaps or is stopped."""
 
 KILL_TIMEOUT_S = 20.0
-"""From SIGKILL to the report that a whole tree is gone (the guardian itself gives up on it after 10 s)."""
+"""From SIGKILL to the report that a whole tree has ended. (The guardian gives up after 10 s.)"""
 
 SHUTDOWN_TIMEOUT_S = 8.0
-"""For the host to end everything and itself; then it is killed and its guardians finish the work."""
+"""For the host to end everything and itself. Then it is killed, and its guardians end the rest."""
 
 PATIENCE_S = 2.0
-"""How long guardians may take after a dead host before everything that carries the job's mark is killed."""
+"""How long guardians may take after the death of the host. Then every process with the job's mark is killed."""
 
 LAST_KILL_TIMEOUT_S = 3.0
-"""How long what that killed may take to vanish."""
+"""How long those may take to vanish."""
 
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from asyncrl.host.server import main; main()"
-"""Runs the server without site-packages: it starts in a tenth of a second whatever is installed."""
+"""Runs the server without site-packages, so that it starts in a tenth of a second whatever is installed."""
 
 
 _RANK_VARIABLES = {
@@ -61,7 +62,7 @@ _RANK_VARIABLES = {
 
 
 def _environment() -> dict[str, str]:
-    """Rank 0's environment without what torchrun put there: nothing that the host spawns is a rank of the trainer.
+    """Rank 0's environment without torchrun's variables: no process of the host is a rank of the trainer.
 
     (With TORCHELASTIC_USE_AGENT_STORE an engine would look for its own rendezvous at the trainer's.)
     """
@@ -73,16 +74,16 @@ def _environment() -> dict[str, str]:
 
 
 class _NoAnswerError(EngineError):
-    """The host lives and does not answer."""
+    """The host lives, but does not answer."""
 
 
 @dataclass(slots=True)
 class _Request:
     spawning: _Process | None = None
-    """Settled with the answer, also when the caller has abandoned the request."""
+    """The process that the request starts. The answer reaches it also when the caller has abandoned the request."""
     answered: anyio.Event = field(default_factory=anyio.Event)
     answer: dict[str, Any] | None = None
-    """None after `answered`: the host is gone."""
+    """None after `answered`: the host has ended."""
 
 
 @dataclass(slots=True)
@@ -92,11 +93,11 @@ class _Process:
     ended: anyio.Event = field(default_factory=anyio.Event)
     exit: ProcessExit | None = None
     failure: str | None = None
-    """Why it never started. Neither exit nor failure after `ended`: the host is gone, and the process with it."""
+    """Why it never started. Neither exit nor failure after `ended`: the host has ended, and the process with it."""
 
 
 class EngineHost:
-    """A running host. Create it with `async with EngineHost.start(log_dir) as host`."""
+    """The running host of this node. Create it with `async with EngineHost.start(log_dir) as host`."""
 
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: socket.socket, job: str, log: Path, events: EventLog):
         self.pid = popen.pid
@@ -119,9 +120,9 @@ class EngineHost:
     @classmethod
     @asynccontextmanager
     async def start(cls, log_dir: Path | str, events: EventLog | None = None) -> AsyncIterator[EngineHost]:
-        """Starts the host and returns at once (it takes requests while it boots); `host.log` goes to `log_dir`.
+        """Starts the host and returns at once: it takes requests while it boots. Its log is `host.log` in `log_dir`.
 
-        Leaving the block ends everything the host spawned. Raises EngineError when the host cannot be started.
+        Leaving the block ends everything that the host started. Raises EngineError when the host cannot be started.
         """
         host = await anyio.to_thread.run_sync(cls._launch, Path(log_dir), events or EventLog(None))
         try:
@@ -168,7 +169,7 @@ class EngineHost:
         return cls(popen, ours, job, log, events)
 
     async def spawn(self, spec: ProcessSpec) -> int:
-        """Starts a process and returns its pid; raises EngineError that names it when it cannot be started."""
+        """Starts a process and returns its pid. An EngineError names the process when it cannot be started."""
         known = self._processes.get(spec.name)
         if known is not None and not known.ended.is_set():
             raise EngineError(f"{spec.name}: a process of this name is alive (pid {known.pid}); stop it first")
@@ -183,34 +184,29 @@ class EngineHost:
             await self._ask(message, "spawn", spec.name, ANSWER_TIMEOUT_S, process)
         except BaseException as error:
             if isinstance(error, _NoAnswerError) or not isinstance(error, EngineError):
-                # cancelled or given up: whatever comes of it would have no owner
+                # cancelled or given up: a process that starts later would have no owner
                 self._post({"op": "kill", "name": spec.name})
             raise
         self._events.emit(ProcessSpawned(name=spec.name, pid=process.pid, log_path=spec.log_path, cpus=spec.cpus))
         return process.pid
 
     async def wait(self, name: str, timeout_s: float = math.inf) -> ProcessExit:
-        """Waits for the end of a process and its tree; at once if it has ended. Raises EngineError if the host dies."""
+        """Waits for the end of a process and its tree. Raises HostLostError when the host dies."""
         process = self._process(name)
         with waiting("exit", name, timeout_s):
             await process.ended.wait()
         return self._exit_of(process)
 
     async def stop(self, name: str, grace_s: float) -> ProcessExit:
-        """SIGTERM to the process's group; after `grace_s`, SIGKILL to its whole tree. Ended already: its exit."""
+        """SIGTERM to the process's group, and after `grace_s` SIGKILL to its whole tree; returns its exit."""
         return await self._end({"op": "stop", "name": name, "grace_s": grace_s}, grace_s + KILL_TIMEOUT_S)
 
     async def kill(self, name: str) -> ProcessExit:
-        """SIGKILL to the whole tree at once; returns when it is gone."""
+        """SIGKILL to the whole tree at once; returns when it has ended."""
         return await self._end({"op": "kill", "name": name}, KILL_TIMEOUT_S)
 
-    async def signal(self, name: str, signum: int) -> None:
-        """Signals the process's group. Raises EngineError when it is not running."""
-        self._process(name)
-        await self._ask({"op": "signal", "name": name, "signal": int(signum)}, "signal", name, ANSWER_TIMEOUT_S)
-
     async def tail(self, name: str, lines: int) -> str:
-        """Last lines that the newest incarnation of `name` wrote to its log (at most 64 KiB of them)."""
+        """The last lines that the newest process called `name` wrote to its log, at most 64 KiB."""
         self._process(name)
         answer = await self._ask({"op": "tail", "name": name, "lines": lines}, "log tail", name, ANSWER_TIMEOUT_S)
         return str(answer["tail"])
@@ -228,7 +224,7 @@ class EngineHost:
         self._ports.release(ports)
 
     async def aclose(self) -> None:
-        """Ends every process of the host, then the host; idempotent, safe in a cancelled scope, bounded in time."""
+        """Ends every process of the host, then the host, in bounded time. May be called again, also when cancelled."""
         with anyio.CancelScope(shield=True):
             if self._closing:
                 await self._closed.wait()
@@ -244,7 +240,7 @@ class EngineHost:
             self._closed.set()
 
     def _end_host(self) -> int:
-        """Blocks until host and job have ended; returns how many processes of the job survived (0 is normal)."""
+        """Blocks until the host and its processes have ended; returns how many survived (0 is normal)."""
         try:
             self._popen.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -294,7 +290,7 @@ class EngineHost:
             with waiting(what, subject, timeout_s):
                 await request.answered.wait()
         except TimeoutError as error:
-            self._drain()  # this loop may have been blocked with the answer at its door
+            self._drain()  # the answer may have come while this loop was blocked
             if not request.answered.is_set():
                 raise _NoAnswerError(
                     f"engine host: {error}; it is stopped, or the machine is out of memory or CPU (log {self._log})"
@@ -316,14 +312,14 @@ class EngineHost:
             sent = self._lifeline.send(self._outbox) if self._outbox else 0
         except BlockingIOError:
             sent = 0
-        except OSError:  # the host is gone; the reader tells everyone
+        except OSError:  # the host has ended; the reader tells all waiting tasks
             sent = len(self._outbox)
         del self._outbox[:sent]
         if self._outbox:
             self._to_send.set()
 
     async def _send(self) -> None:
-        """Sends what the socket did not take at once (the host was slow to read)."""
+        """Sends the rest of what the socket did not take at once, since the host was slow to read."""
         while True:
             await self._to_send.wait()
             self._to_send = anyio.Event()

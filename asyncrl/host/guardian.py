@@ -1,12 +1,13 @@
 """The guardian of one spawned process: a fork of the host that is its parent and the subreaper of its whole tree.
 
-Why a process of its own: it ties every descendant to a name (whatever sessions they open or titles they write over
-their environment), and it outlives the host by the moment that it takes to kill them.
+It is a process of its own for two reasons. Every descendant belongs to its name, even one that opens a session or
+writes a title over its environment. And it outlives the host for the moment that it takes to kill them.
 
 - It tells the host `started` or `failed`, and at the end `exited`, once the tree is dead.
-- The host tells it `signal n` for the process's group. End of file (the host wants an end, or is dead) kills the tree.
-- What the tree leaves in /dev/shm goes with it, whoever of job and host lives then.
-- Should the guardian itself be SIGKILLed, the process dies by its parent-death signal and the host kills the orphans.
+- The host tells it `terminate`, which means SIGTERM to the process's group. End of file means that the host wants an
+  end, or is dead: the guardian kills the tree.
+- It removes the files that the tree leaves in /dev/shm, also when job and host have ended before.
+- If the guardian itself is SIGKILLed, the process dies by its parent-death signal, and the host kills the orphans.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from asyncrl.host.process import LineBuffer, ProcessSpec, encode
 from asyncrl.host.shared_memory import LOOK_S, SharedFiles
 
 KILL_TIMEOUT_S = 10.0
-"""How long SIGKILLed descendants may take to vanish before they are reported as survivors (a GPU driver may take
-seconds to give back what a process had pinned)."""
+"""How long SIGKILLed descendants may take to vanish before they are reported as survivors. A GPU driver may take
+seconds to give back the memory that a process had pinned."""
 
 _DEFAULTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a spawned process finds at their default, whatever rank 0's launcher ignored (nohup, `&`)."""
+"""Signals that a spawned process finds at their default, even if rank 0's launcher ignored them (nohup, `&`)."""
 
 
 def fork_guardian(spec: ProcessSpec) -> tuple[int, socket.socket]:
-    """Forks a guardian for `spec`; returns its pid and the host's end of its channel. The caller has one thread."""
+    """Forks a guardian for `spec` from a process of one thread; returns its pid and the host's end of its channel."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -50,7 +51,7 @@ def fork_guardian(spec: ProcessSpec) -> tuple[int, socket.socket]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Closes what the fork inherited: with copies of lifeline or channels about, their ends would never be seen."""
+    """Closes the descriptors that the fork inherited. A copy of the lifeline or of a channel would hide its end."""
     for fd in [int(entry) for entry in os.listdir("/proc/self/fd")]:
         if fd > 2 and fd != kept:
             try:
@@ -66,7 +67,7 @@ class _Guardian:
         self.main = 0
         self.files = SharedFiles()
         self.ended: dict[int, int] = {}
-        """Exit codes of the children collected so far: the process itself and orphans of its tree."""
+        """Exit codes of the children collected so far, by pid: the process itself and orphans of its tree."""
 
     def run(self) -> None:
         os.setsid()
@@ -133,7 +134,7 @@ class _Guardian:
         return log
 
     def _watch(self, wake: int) -> None:
-        """Returns when the process has ended or the host wants its end."""
+        """Returns when the process has ended, or the host wants its end."""
         lines = LineBuffer()
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
@@ -155,7 +156,7 @@ class _Guardian:
             for message in lines.feed(data):
                 # not reaped, so the group id cannot belong to anyone else
                 if message is not None and self.main not in self.ended:
-                    os.killpg(self.main, message["signal"])
+                    os.killpg(self.main, signal.SIGTERM)
 
     def _reap(self) -> None:
         self.ended |= reap()
@@ -168,7 +169,7 @@ class _Guardian:
 
 
 class _CannotStart(Exception):
-    """Why a process could not be started, for whoever asked for it."""
+    """Why a process could not be started, in words."""
 
 
 def _reason(error: Exception) -> str:

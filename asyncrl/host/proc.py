@@ -1,7 +1,7 @@
 """Linux process control through /proc and prctl: descendants, subreapers, parent-death signals, the job's mark.
 
-Nothing here holds state. Scans read every /proc/<pid>/stat (about 10 µs each); they run at the end of a process,
-not while it works.
+Nothing here holds state. A scan reads every /proc/<pid>/stat (about 10 µs each). Scans run at the end of a process, not
+while it works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 JOB_MARK = "ASYNCRL_JOB"
-"""Environment variable that everything under one host carries; its value is random for each host."""
+"""Environment variable that every process under one host carries. Its value is random for each host."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -29,24 +29,24 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphans among this process's descendants are re-parented to it instead of to init."""
+    """Makes this process, in place of init, the parent of orphans among its descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:
-    """Name shown by ps and top, at most 15 characters."""
+    """Sets the name that ps and top show, at most 15 characters."""
     _prctl(_PR_SET_NAME, name.encode())
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL reaches this process when the *thread* of `parent` that started it ends; also when it already has."""
+    """SIGKILL ends this process when the *thread* of `parent` that started it ends, and at once if it has ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stat(pid: int) -> tuple[int, str] | None:
-    """Parent and state letter of a process; None when it is gone."""
+    """Parent and state letter of a process; None when it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -56,12 +56,12 @@ def _stat(pid: int) -> tuple[int, str] | None:
 
 
 def pids() -> list[int]:
-    """Of every process that /proc shows."""
+    """The pids of all processes that /proc shows."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
 def descendants(root: int, exclude: Iterable[int] = ()) -> dict[int, str]:
-    """Pid → state letter (`Z`: a zombie) of everything below `root`, without the trees of `exclude`."""
+    """All processes below `root`, without the trees of `exclude`: pid → state letter (`Z`: a zombie)."""
     children: dict[int, list[tuple[int, str]]] = {}
     for pid in pids():
         found = _stat(pid)
@@ -94,10 +94,10 @@ def reap() -> dict[int, int]:
 def kill_descendants(
     root: int, timeout_s: float, exclude: Iterable[int] = (), reap: Callable[[], object] = reap
 ) -> int:
-    """SIGKILLs everything below `root`, scanning again until nothing is left; returns how many survived (0 is normal).
+    """SIGKILLs everything below `root` until a scan finds nothing left; returns how many survived (0 is normal).
 
-    `root` should be a subreaper, else an orphan escapes between two scans. A process in uninterruptible sleep
-    is the one kind that can outlast `timeout_s`.
+    `root` should be a subreaper, else an orphan escapes between two scans. Only a process in uninterruptible sleep can
+    outlast `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     excluded = tuple(exclude)
@@ -123,8 +123,9 @@ def _kill(pid: int) -> None:
 def marked(job: str) -> list[int]:
     """Live processes whose environment, as of their exec, carries `ASYNCRL_JOB=<job>`.
 
-    A net under the guardians. setproctitle, which SGLang's schedulers call, would write the title over the environment,
-    mark included, if the host did not set SPT_NOENV for all that it spawns; a process that clears its own is not seen.
+    These are processes that the guardians may have missed. SGLang's schedulers call setproctitle, which would write the
+    title over the environment with its mark; so the host sets SPT_NOENV for all processes that it starts. A process
+    that clears its own environment is not found.
     """
     wanted = f"{JOB_MARK}={job}".encode()
     return [pid for pid in pids() if pid != os.getpid() and wanted in _environment(pid)]

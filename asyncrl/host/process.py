@@ -1,4 +1,4 @@
-"""What crosses the seam between rank 0 and the host: process descriptions, exits, and JSON lines to carry them."""
+"""What rank 0 and the host tell each other: process descriptions and exits, in JSON lines."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_LINE_BYTES = 4 << 20
-"""A longer line is nonsense: an environment plus a command line stay under 2 MiB on Linux."""
+"""A longer line cannot be meant: on Linux an environment and a command line take less than 2 MiB together."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to be spawned."""
+    """A process that is to be started."""
 
     name: str
     """Unique among the live processes of the host: `engine-0`, `router`."""
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
-    """Laid over the host's environment, which is rank 0's at the start of the host."""
+    """Added to the host's environment, which is that of rank 0 at the start of the host."""
     log_path: str = "/dev/null"
     """stdout and stderr are appended to this file."""
     cpus: tuple[int, ...] | None = None
-    """CPUs the process may run on; None: those of rank 0."""
+    """Cores that the process may run on; None: those of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,24 @@ class ProcessExit:
     returncode: int
     """Exit status; -n when signal n ended it."""
     log_tail: str
-    """Last lines that this incarnation wrote to its log."""
+    """Last lines that the process wrote to its log."""
     requested: bool = False
-    """The job asked for it (`stop`, `kill`, or the end of the host); False: it ended by itself."""
+    """Whether the job asked for it (`stop`, `kill`, or the end of the host). False: it ended by itself."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
+    """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 class LineBuffer:
-    """Cuts a byte stream into JSON objects; what is no JSON object comes out as None."""
+    """Cuts a byte stream into JSON objects, one a line."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any] | None]:
+        """The objects that are complete with `data`; None for each line that is no JSON object."""
         self._rest += data
         while (end := self._rest.find(b"\n")) >= 0:
             line = bytes(self._rest[:end])

@@ -10,6 +10,8 @@ from asyncrl.observability.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStarted(Event):
+    """The host of a node was started."""
+
     kind: ClassVar[str] = "host_started"
     pid: int
     job: str
@@ -18,15 +20,19 @@ class HostStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEnded(Event):
+    """The host of a node ended, and everything that it had started."""
+
     kind: ClassVar[str] = "host_ended"
     pid: int
     expected: bool
     survivors: int
-    """Processes of the job that were still there after everything had been tried; 0 is normal."""
+    """Processes of the job that nothing could end; 0 is normal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpawned(Event):
+    """The host started a process."""
+
     kind: ClassVar[str] = "process_spawned"
     name: str
     pid: int
@@ -36,11 +42,13 @@ class ProcessSpawned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited(Event):
+    """A process that the host had started ended, and its whole tree."""
+
     kind: ClassVar[str] = "process_exited"
     name: str
     pid: int
     returncode: int
     requested: bool
-    """The job asked for it; False: it ended by itself."""
+    """Whether the job asked for it. False: it ended by itself."""
     survivors: int
-    """Processes of its tree that outlasted SIGKILL (uninterruptible sleep); 0 is normal."""
+    """Processes of its tree that SIGKILL did not end (uninterruptible sleep); 0 is normal."""

@@ -1,7 +1,7 @@
 """The host process: a single-threaded selector loop around `HostState`.
 
-It ignores terminal and launcher signals; it ends when its lifeline to rank 0 closes, when rank 0 is no longer its
-parent (a fork of rank 0 may hold the lifeline open), or by command, and always takes everything below it along.
+It ignores signals of terminal and launcher. It ends by command, when its lifeline to rank 0 closes, and when rank 0 is
+no longer its parent (a fork of rank 0 may hold the lifeline open). It always ends everything below it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from asyncrl.host.state import (
     Launch,
     Leave,
     Sever,
-    Signal,
     TellExit,
+    Terminate,
 )
 
 EXIT_TAIL_LINES = 40
 TAIL_BYTES = 64 << 10
-"""Read from the end of a log for its last lines, whatever the log's size."""
+"""What is read from the end of a log for its last lines."""
 
 PARENT_CHECK_S = 0.5
 LAST_SWEEP_S = 2.0
-"""For what a dead guardian left behind, and at the end for what the guardians did not get rid of in time."""
+"""To end the processes that a dead guardian left, and at the end those that guardians did not end in time."""
 FLUSH_S = 1.0
-"""How long the last words to rank 0 may take."""
+"""To send the last messages to rank 0."""
 
 
 def log_tail(path: str, start: int, lines: int) -> str:
-    """Last `lines` lines that were written to `path` from byte `start` on, at most `TAIL_BYTES` of them."""
+    """The last `lines` lines that were written to `path` from byte `start` on, at most `TAIL_BYTES` bytes."""
     try:
         with open(path, "rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -55,8 +55,8 @@ def log_tail(path: str, start: int, lines: int) -> str:
     return "\n".join(text.splitlines()[-lines:]) if lines > 0 else ""
 
 
-class Host:
-    """Carries out what `HostState` decides."""
+class HostServer:
+    """Carries out the decisions of `HostState`."""
 
     def __init__(self, lifeline: socket.socket, parent: int) -> None:
         self.state = HostState()
@@ -71,6 +71,7 @@ class Host:
         self.left = False
 
     def run(self) -> None:
+        """Serves until the host is to end, then ends everything below it."""
         while not self.left:
             deadline = self.state.next_deadline()
             timeout_s = PARENT_CHECK_S if deadline is None else min(PARENT_CHECK_S, deadline - time.monotonic())
@@ -131,10 +132,10 @@ class Host:
                         continue
                     self.guardians[serial] = pid, channel, LineBuffer()
                     self.selector.register(channel, selectors.EVENT_READ, serial)
-                case Signal(serial, signum):
+                case Terminate(serial):
                     if serial in self.guardians:
                         with contextlib.suppress(OSError):  # just ended: its exit is on the way
-                            self.guardians[serial][1].sendall(encode({"signal": signum}))
+                            self.guardians[serial][1].sendall(encode({"terminate": True}))
                 case Sever(serial):
                     if serial in self.guardians:
                         with contextlib.suppress(OSError):
@@ -164,7 +165,7 @@ class Host:
         self._flush()
 
     def _flush(self) -> None:
-        """Sends what the socket takes now; rank 0's loop may be busy for long, the host must not wait for it."""
+        """Sends as much as the socket takes now. The host must not wait for rank 0, whose loop may be busy for long."""
         try:
             sent = self.lifeline.send(self.outbox)
         except BlockingIOError:
@@ -184,13 +185,14 @@ class Host:
 
 
 def main() -> None:
+    """The host process. Its arguments are the file descriptor of the lifeline and the pid of rank 0."""
     lifeline_fd, parent = int(sys.argv[1]), int(sys.argv[2])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited through exec
     os.set_inheritable(lifeline_fd, False)
     become_subreaper()
     set_name("asyncrl-host")
-    Host(socket.socket(fileno=lifeline_fd), parent).run()
+    HostServer(socket.socket(fileno=lifeline_fd), parent).run()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What one process tree leaves in /dev/shm: found while it lives, removed when all of it has ended.
+"""The files that one process tree leaves in /dev/shm: found while it lives, removed when all of it has ended.
 
-A process that is ended by a signal unlinks nothing, and nobody can ask it afterwards what it had: an engine leaves its
+A process that a signal ends unlinks nothing, and cannot be asked afterwards which files it had. An engine leaves its
 load table and its semaphores, on GPUs more than that.
 
 Invariants
-- Removed are only files that appeared since the tree began and that nobody alive has mapped: those that a process of
-  the tree was seen to map, and those that appeared just as one of it ended, by names that libraries give such files.
+- A file is removed only if it appeared since the tree began and no live process has it mapped. Either a process of the
+  tree was seen to map it, or it appeared just as a process of the tree ended and has a name that libraries give to such
+  files.
 - Nothing in a directory of /dev/shm is touched: models and copies of weights may lie there.
 """
 
@@ -20,28 +21,28 @@ from pathlib import Path
 from asyncrl.host.proc import descendants, pids
 
 LOOK_S = 0.5
-"""Pause between two looks. One that finds nothing new lists the directory, 0.2 ms for 400 files."""
+"""Pause between two looks. A look that finds nothing new only lists the directory: 0.2 ms for 400 files."""
 SCAN_S = 3.0
-"""Longest pause between two looks at who belongs to the tree, which each new file brings about too: 6 ms for 100
-processes. All looks together take 0.5 % of a core (measured)."""
+"""Longest pause between two scans for the processes of the tree: 6 ms for 100 processes. A new file causes a scan too.
+All looks and scans together take 0.5 % of a core (measured)."""
 _DIRECTORY = "/dev/shm/"
 _NAMES = ("sem.", "psm_", "torch_", "nccl-", "sglang_loads_", "cuda.shm.")
 """Semaphores, multiprocessing.shared_memory, torch, NCCL, SGLang's table of its load, CUDA IPC."""
 
 
 class SharedFiles:
-    """Files of the tree below this process. Made before its first process is."""
+    """Files of the tree below this process. Create it before the tree's first process."""
 
     def __init__(self) -> None:
         self._known = _names()
         self._ours: set[str] = set()
         self._unclaimed: frozenset[str] = frozenset()
-        """New at the last look, and mapped by nobody of the tree then: they get one more."""
+        """Files that were new at the last look, when no process of the tree had them mapped: the next look decides."""
         self._members: frozenset[int] = frozenset()
         self._scan_due = 0.0
 
     def look(self, *, ended: bool = False) -> None:
-        """`ended`: some process of the tree has, of which nobody can see any more what it had mapped."""
+        """Looks for new files. `ended`: a process of the tree has ended, so that its maps cannot be read any more."""
         names = _names()
         new, self._known = names - self._known, names
         candidates = new | self._unclaimed
@@ -58,13 +59,13 @@ class SharedFiles:
         self._unclaimed = new - self._ours
 
     def remove(self) -> None:
-        """Once nothing of the tree is left."""
+        """Removes the tree's files; call it once no process of the tree is left."""
         self.look(ended=True)
         left = self._ours & _names()
         if left:
             left -= mapped_by(pids())
         for name in left:
-            with suppress(OSError):  # somebody else was quicker, or does not let us
+            with suppress(OSError):  # it is gone, or belongs to another user
                 os.unlink(_DIRECTORY + name)
 
 
@@ -72,7 +73,7 @@ def mapped_by(processes: Iterable[int]) -> frozenset[str]:
     """Names of the files directly in /dev/shm that one of `processes` has mapped."""
     found: set[str] = set()
     for pid in processes:
-        with suppress(OSError):  # it ended in between, or belongs to somebody else
+        with suppress(OSError):  # it ended in between, or belongs to another user
             for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
                 name = line.partition(_DIRECTORY)[2]
                 if name and "/" not in name and not name.endswith(" (deleted)"):
@@ -81,6 +82,6 @@ def mapped_by(processes: Iterable[int]) -> frozenset[str]:
 
 
 def _names() -> frozenset[str]:
-    with suppress(OSError):  # there is none
+    with suppress(OSError):  # there is no /dev/shm
         return frozenset(os.listdir(_DIRECTORY))
     return frozenset()

@@ -1,12 +1,11 @@
 """The host's decisions, without any I/O or clock: requests, guardians' messages and time go in, actions come out.
 
-Life of a process: STARTING → RUNNING → STOPPING → ENDING → ended (any of these may be skipped). STARTING has a
-guardian but no pid yet; STOPPING was sent SIGTERM and has a deadline; ENDING was told to die at once.
+Life of a process: STARTING → RUNNING → STOPPING → ENDING → ended; it may skip any of these.
 
 Invariants
-- A name has at most one live process; it is free again as soon as its exit is told.
-- Every well-formed request is answered exactly once; the exit of a process is told before any answer that waits for it.
-- A process is named to the client (`exited`) exactly once if its spawn was answered well, and never otherwise.
+- A name has at most one live process. The name is free again as soon as the exit is told.
+- Every well-formed request is answered exactly once. The exit of a process is told before any answer that waits for it.
+- The exit of a process is told (`exited`) exactly once if its spawn was answered without an error, and never otherwise.
 """
 
 from __future__ import annotations
@@ -20,40 +19,39 @@ from typing import Any
 from asyncrl.host.process import ProcessSpec
 
 SHUTDOWN_S = 4.0
-"""How long guardians may take to kill their trees at the end before the host does it over their heads."""
+"""How long guardians may take to kill their trees at the end. Then the host kills all that is left itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Fork a guardian; its messages come back under `serial`."""
+    """Fork a guardian. Its messages come back under `serial`."""
 
     serial: int
     spec: ProcessSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
-    """Have the guardian signal its process's group."""
+class Terminate:
+    """Have the guardian send SIGTERM to its process's group."""
 
     serial: int
-    signum: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """Close the way to the guardian, which then kills its tree."""
+    """Close the channel to the guardian, which then kills its tree."""
 
     serial: int
 
 
 @dataclass(frozen=True, slots=True)
 class KillOrphans:
-    """A guardian died: what it guarded has been re-parented to the host."""
+    """A guardian died: kill the processes that it guarded, whose parent is the host now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Reply to request `id`."""
+    """Answer request `id`."""
 
     id: Any
     error: str | None = None
@@ -62,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class TellExit:
-    """Unsolicited: a process ended. The shell adds the end of its log from byte `log_start` on."""
+    """Tell that a process ended, with the end of its log from byte `log_start` on."""
 
     name: str
     pid: int
@@ -75,7 +73,7 @@ class TellExit:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTail:
-    """Reply to request `id` with the last lines of a log from byte `log_start` on."""
+    """Answer request `id` with the last lines of a log from byte `log_start` on."""
 
     id: Any
     log_path: str
@@ -85,17 +83,22 @@ class AnswerTail:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Everything has ended: exit."""
+    """Exit: everything has ended, or its time is up."""
 
 
-Action = Launch | Signal | Sever | KillOrphans | Answer | TellExit | AnswerTail | Leave
+Action = Launch | Terminate | Sever | KillOrphans | Answer | TellExit | AnswerTail | Leave
 
 
 class Phase(Enum):
+    """Where a live process is in its life."""
+
     STARTING = "starting"
+    """It has a guardian, and no pid yet."""
     RUNNING = "running"
     STOPPING = "stopping"
+    """It was sent SIGTERM, and has a deadline."""
     ENDING = "ending"
+    """Its guardian was told to kill it at once."""
 
 
 @dataclass(slots=True)
@@ -111,7 +114,7 @@ class _Process:
 
 
 class BadRequest(Exception):
-    """A request that cannot be understood or done; its text is the answer."""
+    """A request that is malformed or cannot be carried out. Its text is the answer."""
 
 
 class HostState:
@@ -127,14 +130,14 @@ class HostState:
             "spawn": self._spawn,
             "stop": self._stop,
             "kill": self._kill,
-            "signal": self._signal,
             "tail": self._tail,
             "shutdown": self._shutdown,
         }
 
-    # what comes from rank 0
+    # events from rank 0
 
     def on_request(self, message: dict[str, Any] | None, now: float) -> list[Action]:
+        """A request of rank 0; None: a line that was no JSON object."""
         if message is None:
             return [Answer(None, "not a JSON object on one line")]
         request_id = message.get("id")
@@ -148,6 +151,7 @@ class HostState:
             return [Answer(request_id, str(error))]
 
     def on_lifeline_closed(self, now: float) -> list[Action]:
+        """Rank 0 has ended, or wants the host to end. May come again."""
         if self._leaving_by is not None:
             return []
         self._leaving_by = now + SHUTDOWN_S
@@ -177,10 +181,10 @@ class HostState:
         if process.phase is Phase.STOPPING:
             process.deadline = min(process.deadline, deadline)
             return []
-        if process.phase is Phase.STARTING:  # nothing of its own has run: no one to be graceful to
+        if process.phase is Phase.STARTING:  # its program does not run yet, so there is nothing to be graceful to
             return [self._end(process)]
         process.phase, process.deadline = Phase.STOPPING, deadline
-        return [Signal(process.serial, signal.SIGTERM)]
+        return [Terminate(process.serial)]
 
     def _kill(self, request_id: Any, message: dict[str, Any], now: float) -> list[Action]:
         process = self._live.get(_field(message, "name", str))
@@ -188,16 +192,6 @@ class HostState:
             return [Answer(request_id)]
         process.waiting_ids.append(request_id)
         return [] if process.phase is Phase.ENDING else [self._end(process)]
-
-    def _signal(self, request_id: Any, message: dict[str, Any], now: float) -> list[Action]:
-        name = _field(message, "name", str)
-        signum = _field(message, "signal", int)
-        if not 0 < signum < signal.NSIG:
-            raise BadRequest(f"signal {signum} does not exist")
-        process = self._live.get(name)
-        if process is None or process.phase not in (Phase.RUNNING, Phase.STOPPING):
-            raise BadRequest(f"{name}: not running")
-        return [Signal(process.serial, signum), Answer(request_id)]
 
     def _tail(self, request_id: Any, message: dict[str, Any], now: float) -> list[Action]:
         name = _field(message, "name", str)
@@ -209,9 +203,10 @@ class HostState:
     def _shutdown(self, request_id: Any, message: dict[str, Any], now: float) -> list[Action]:
         return [Answer(request_id), *self.on_lifeline_closed(now)]
 
-    # what comes from guardians
+    # events from guardians
 
     def on_guardian(self, serial: int, message: dict[str, Any]) -> list[Action]:
+        """A guardian told that its process started, could not be started, or has ended."""
         process = self._live.get(self._names.get(serial, ""))
         if process is None:
             return []
@@ -226,7 +221,7 @@ class HostState:
         return self._ended(process, message["exited"], message["survivors"])
 
     def on_guardian_gone(self, serial: int) -> list[Action]:
-        """End of a guardian's channel; without a word before it, someone killed the guardian."""
+        """A guardian's channel ended. A guardian that did not tell the end of its process before was killed."""
         process = self._live.get(self._names.get(serial, ""))
         if process is None:
             return []
@@ -250,12 +245,14 @@ class HostState:
     # time
 
     def next_deadline(self) -> float | None:
+        """When `on_time` is to be called at the latest; None: never."""
         deadlines = [process.deadline for process in self._live.values() if process.phase is Phase.STOPPING]
         if self._leaving_by is not None:
             deadlines.append(self._leaving_by)
         return min(deadlines, default=None)
 
     def on_time(self, now: float) -> list[Action]:
+        """Ends processes, and the host itself, whose time is up."""
         if self._leaving_by is not None and now >= self._leaving_by:
             return [Leave()]
         late = [p for p in self._live.values() if p.phase is Phase.STOPPING and now >= p.deadline]

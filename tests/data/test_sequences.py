@@ -85,7 +85,7 @@ def test_only_what_the_policy_sampled_is_predicted() -> None:
     assert packed.targets.tolist() == [5, 2, 4, 5, 6, 9, 2]
     assert packed.tokens[packed.rows].tolist() == [7, 5, 7, 4, 8, 6, 9]
     assert batch.tokens[packed.places].tolist() == packed.targets.tolist()
-    assert packed.samples.tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert packed.sequences.tolist() == [2, 2, 0, 0, 0, 0, 0]
     assert packed.positions.tolist() == [*range(5), *range(10)]
 
 

@@ -18,8 +18,8 @@ from asyncrl.host.state import (
     Launch,
     Leave,
     Sever,
-    Signal,
     TellExit,
+    Terminate,
 )
 
 NAMES = st.sampled_from(["engine-0", "engine-1"])
@@ -62,7 +62,7 @@ class HostMachine(RuleBasedStateMachine):
                 case Launch(serial, spec):
                     assert all(g.name != spec.name for g in self.guardians.values()), "two of one name"
                     self.guardians[serial] = Guardian(spec.name)
-                case Signal(serial):
+                case Terminate(serial):
                     assert self.guardians[serial].pid, "signals what has not started"
                 case Sever(serial):
                     assert not self.guardians[serial].severed, "severed twice"
@@ -97,11 +97,6 @@ class HostMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def kill(self, name: str) -> None:
         self.ask(op="kill", name=name)
-
-    @here
-    @rule(name=NAMES, signum=st.integers(-1, 70))
-    def signal(self, name: str, signum: int) -> None:
-        self.ask(op="signal", name=name, signal=signum)
 
     @here
     @rule(name=NAMES)
@@ -180,7 +175,7 @@ def started(state: HostState) -> int:
 def test_stop_is_term_then_a_severed_guardian_at_the_deadline() -> None:
     state = HostState()
     serial = started(state)
-    assert state.on_request({"id": 2, "op": "stop", "name": "e", "grace_s": 4}, 10.0) == [Signal(serial, 15)]
+    assert state.on_request({"id": 2, "op": "stop", "name": "e", "grace_s": 4}, 10.0) == [Terminate(serial)]
     assert state.next_deadline() == 14.0
     assert state.on_time(13.9) == []
     assert state.on_time(14.0) == [Sever(serial)]

@@ -192,7 +192,9 @@ async def test_over_long_prompts_are_their_own_errors_and_open_no_circuit(servin
 async def test_a_router_whose_only_engine_stood_still_serves_again_by_itself(serving_fleet: RealFleet) -> None:
     """Longer than three health checks: the router counts the engine out, and in again when it moves."""
     controller = serving_fleet.controller
-    await serving_fleet.host.signal("engine-0", signal.SIGSTOP)
+    processes = psutil.Process(serving_fleet.host.pid).children(recursive=True)
+    engine = os.getpgid(next(process.pid for process in processes if "sglang.launch_server" in process.cmdline()))
+    os.killpg(engine, signal.SIGSTOP)
     async with aiohttp.ClientSession() as session:
         router = RouterClient(controller.router_url, session)
         try:
@@ -200,7 +202,7 @@ async def test_a_router_whose_only_engine_stood_still_serves_again_by_itself(ser
                 while any(worker.is_healthy for worker in await router.workers()):  # noqa: ASYNC110
                     await anyio.sleep(0.2)
         finally:
-            await serving_fleet.host.signal("engine-0", signal.SIGCONT)
+            os.killpg(engine, signal.SIGCONT)
         with anyio.fail_after(20):
             while not all(worker.is_healthy for worker in await router.workers()):  # noqa: ASYNC110
                 await anyio.sleep(0.2)

@@ -60,7 +60,7 @@ RESERVED: Mapping[str, str] = {
     "ssl_keyfile": _LOOPBACK,
     "ssl_certfile": _LOOPBACK,
 }
-"""Arguments that the job sets or rules out itself → what to do instead."""
+"""Arguments that the job sets or rules out itself → what the user should do instead."""
 
 
 _OWN = re.compile(r"engine\.(?=tensor_parallel|num_engines|gpus|max_)|model\.(?=path|context_length)")

@@ -1,4 +1,4 @@
-"""Engines that somebody else started: which of them can work in a job. Pure."""
+"""Engines that somebody else runs: which addresses and settings of theirs cannot work in a job. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "engine.external"
 
 
 def external_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the urls, and with how weights would reach them."""
+    """What is wrong with the urls, and with the way in which weights would reach them."""
     urls = config.engine.external
     if not urls:
         return
@@ -26,7 +26,7 @@ def external_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             KEY,
             "weights that are handed over in place (engine.colocate, weights.transport tensor) cannot reach engines "
-            "of somebody else's; use broadcast or disk for all engines",
+            "that somebody else runs; use broadcast or disk for all engines",
         )
     away = [url for url in urls if _is_address(url) and not is_loopback(urlsplit(url).hostname or "")]
     if away and (config.weights.transport != "disk" or config.weights.directory is None):

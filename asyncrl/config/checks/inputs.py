@@ -1,7 +1,7 @@
-"""What a configuration points at: the model's own numbers, paths that are not there, code that cannot be found.
+"""Inputs that a configuration names: the model's own numbers, paths that do not exist, code that cannot be found.
 
-Only names and the model's JSON files are looked at, so that a mistake is told before anything starts; what is inside
-the others is checked by those who read them.
+The checks look at names and at the model's JSON files only, so that a mistake is told before anything starts. The code
+that reads an input later checks its content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.config.sections.data import DataConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Numbers of a Hugging Face `config.json` that arithmetic depends on; None where it does not say."""
+    """Numbers of a Hugging Face `config.json` that other settings must fit; None where the file does not say."""
 
     context_length: int | None = None
     attention_heads: int | None = None
@@ -35,7 +35,7 @@ class ModelFacts:
 
 
 def read_model_facts(path: Path) -> ModelFacts | None:
-    """The facts of a model directory; None where there is none yet or it cannot be read."""
+    """The facts of a model directory; None where it does not exist yet or cannot be read."""
     declared = _json_object(path / "config.json")
     if declared is None:
         return None
@@ -48,27 +48,30 @@ def read_model_facts(path: Path) -> ModelFacts | None:
     return ModelFacts(number("max_position_embeddings"), heads, number("num_key_value_heads") or heads)
 
 
-def input_problems(config: Config) -> list[Problem]:
+def input_problems(config: Config) -> Iterator[Problem]:
     """Inputs that are not set, are not there, or would be erased."""
-    problems = [*_model_problems(config), *reward_problems(config.reward), *_template_problems(config)]
-    problems += [*filter_problems(config.rollout.filters), *algorithm_problems(config.train)]
+    yield from _model_problems(config)
+    yield from reward_problems(config.reward)
+    yield from _template_problems(config)
+    yield from filter_problems(config.rollout.filters)
+    yield from algorithm_problems(config.train)
     for key, source, needed in _sources(config):
-        if not source and needed:
-            problems.append(
-                Problem(
-                    key,
-                    "is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or "
-                    "package.module:function",
-                )
+        if not needed:
+            continue
+        if not source:
+            yield Problem(
+                key,
+                "is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or "
+                "package.module:function",
             )
-        elif source and needed and is_generated(source):
-            problems += source_problems(key, source)
-        elif source and needed and not Path(source).exists():
-            problems.append(Problem(key, f"{source} does not exist (looked in {Path.cwd()})"))
+        elif is_generated(source):
+            yield from source_problems(key, source)
+        elif not Path(source).exists():
+            yield Problem(key, f"{source} does not exist (looked in {Path.cwd()})")
     saved = config.debug.load_rollouts
     if config.debug.train_only and saved is not None and not saved.is_dir():
-        problems.append(Problem("debug.load_rollouts", f"{saved} is no directory (looked in {Path.cwd()})"))
-    return problems + list(_erased_inputs(config))
+        yield Problem("debug.load_rollouts", f"{saved} is no directory (looked in {Path.cwd()})")
+    yield from _erased_inputs(config)
 
 
 def _model_problems(config: Config) -> Iterator[Problem]:
@@ -89,7 +92,7 @@ def _model_problems(config: Config) -> Iterator[Problem]:
 
 
 def _sources(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Key, source, and whether the job reads it."""
+    """Each source of prompts: its key, its value, and whether the job reads it."""
     yield "data.source", config.data.source, config.train.num_steps != 0 and not config.debug.train_only
     yield "warmup.source", config.warmup.source, config.warmup.steps > 0
     if config.eval.data is not None:
@@ -97,7 +100,7 @@ def _sources(config: Config) -> Iterator[tuple[str, str, bool]]:
 
 
 def _template_problems(config: Config) -> Iterator[Problem]:
-    """A chat template that is asked for, where the model has none."""
+    """Settings that need a chat template, where the model has none."""
     if _has_chat_template(config.model.path) is not False:
         return
     sources: list[tuple[str, DataConfig | None]] = [("data", config.data), ("eval.data", config.eval.data)]
@@ -113,7 +116,7 @@ def _template_problems(config: Config) -> Iterator[Problem]:
 
 
 def _has_chat_template(path: Path) -> bool | None:
-    """None where the directory does not say."""
+    """Whether the tokenizer has one; None where the directory does not say."""
     if any(path.glob("chat_template*")) or (path / "additional_chat_templates").exists():
         return True
     declared = _json_object(path / "tokenizer_config.json")
@@ -121,7 +124,7 @@ def _has_chat_template(path: Path) -> bool | None:
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file, or something else is in it."""
+    """The content of a JSON file; None where there is no such file, or no object in it."""
     try:
         declared = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -69,11 +69,11 @@ RESERVED: Mapping[str, str] = {
     "tls_cert_path": _LOOPBACK,
     "tls_key_path": _LOOPBACK,
 }
-"""Arguments that the job sets or rules out itself → what to do instead; some are of one router only."""
+"""Arguments that the job sets or rules out itself → what the user should do instead. Some exist in one router only."""
 
 
 def router_problems(config: RouterConfig) -> list[Problem]:
-    """What the router would refuse or could not do."""
+    """Settings that the router would refuse or could not follow."""
     if find_spec(MODULES[config.package]) is None:
         return [Problem("router.package", f"{config.package} is not installed; run {INSTALL[config.package]}")]
     arguments = argument_problems(

@@ -12,15 +12,15 @@ from asyncrl.config.root import Config
 from asyncrl.config.sections.inference import ServingConfig
 
 EVAL = "eval"
-"""Name of the engines that only evaluate."""
+"""The name of the engines that only evaluate."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TAKEN = frozenset({"actor", "engine", "external", EVAL, "host", "reward", "router"})
-"""Names of other processes of a job, or of the trained model."""
+"""Names that other processes of a job, or the trained model, have."""
 
 
 def served_beside(config: Config) -> dict[str, tuple[str, ServingConfig]]:
-    """Name → section and settings of every group of engines beside those of the trained model."""
+    """Every group of engines beside those of the trained model: its name → its section and its settings."""
     groups: dict[str, tuple[str, ServingConfig]] = {
         name: (f"models.{name}", settings) for name, settings in config.models.items()
     }

@@ -1,8 +1,11 @@
 """The arithmetic of staleness: which bounds a schedule can keep. Pure.
 
-With m optimizer steps for each batch (train.minibatches * train.batch_epochs), the last of batch j is taken by weights
-that have had (j + 1)·m - 1 of them. Those of step v, v batches trained, have had v·m. With a publication every u
-batches, v lags up to u - 1 behind j, hence the least bound that can be kept: u·m - 1.
+Each batch takes m optimizer steps (train.minibatches * train.batch_epochs). Before the last step of batch j, the
+weights have had (j + 1)·m - 1 steps. Weights that were published after v batches have had v·m steps. With a publication
+every u batches, v is at least j - (u - 1). So the least bound that can be kept is u·m - 1.
+
+Example: m = 2, u = 3. Weights are published after batches 0, 3, 6. Batch 5 trains on samples of the weights after batch
+3, which have had 6 steps. Before its last step the weights have had 11 steps: a staleness of 5 = 3·2 - 1.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from asyncrl.config.root import Config
 
 
 def least_staleness(config: Config) -> int:
-    """Optimizer steps: the staleness of a loop that generates nothing ahead."""
+    """The staleness of a loop that generates nothing ahead, in optimizer steps."""
     return config.train.update_weights_interval * config.train.optimizer_steps_per_batch - 1
 
 
 def max_staleness(config: Config) -> int:
-    """Optimizer steps: the bound that is in force."""
+    """The bound that is in force, in optimizer steps."""
     asked = config.rollout.max_staleness
     return least_staleness(config) if asked is None else asked

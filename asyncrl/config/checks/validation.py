@@ -1,7 +1,7 @@
-"""Combinations of settings that cannot work, each with its reason. Pure functions; ranges of one field are pydantic's.
+"""Combinations of settings that cannot work, each with its reason. Pure functions. pydantic checks single fields.
 
-Refused is what would fail later, or would silently train on something else than was asked for. What is merely unwise
-is the user's own business.
+A combination is refused if it would fail later, or would train on something else than the user asked for without a
+word. A combination that is merely unwise is the user's choice.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.sections.data import DataConfig
 
-_AGENT_GRACE_S = 30.0  # torchrun kills its ranks this long after it passed on a signal
+_AGENT_GRACE_S = 30.0
+"""From the signal that torchrun passes on to its ranks until it kills them."""
 
 
 def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
-    """Everything that is wrong with a config of valid fields, on this machine and with this model where it is known."""
+    """All problems of a config with valid fields, on this machine and with this model. None: the model is unknown."""
     return [
         *_sampling_problems(config),
         *_schedule_problems(config),
@@ -49,12 +50,12 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
 
 def config_warnings(config: Config) -> Iterator[str]:
     """What a user should know about a configuration that works."""
-    passed_on: dict[str, list[str]] = {}
-    sections = {"engine": config.engine.server_args} | {
-        section: settings.server_args for section, settings in served_beside(config).values()
+    served = {section: settings.server_args for section, settings in served_beside(config).values()}
+    server_args = {"engine": config.engine.server_args} | served
+    passed_on = {
+        engine_args.PACKAGE: [f"{section}.server_args" for section, given in server_args.items() if given],
+        config.router.package: [router_args.PREFIX] if config.router.args else [],
     }
-    passed_on[engine_args.PACKAGE] = [f"{section}.server_args" for section, given in sections.items() if given]
-    passed_on[config.router.package] = [router_args.PREFIX] if config.router.args else []
     for package, keys in passed_on.items():
         if keys and (warning := unchecked_warning(keys, package)) is not None:
             yield warning
@@ -141,7 +142,7 @@ def _update_problems(config: Config) -> Iterator[Problem]:
 def _batch_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     prompts, minibatches = config.rollout.prompts_per_step, config.train.minibatches
     if machine.world_size % config.train.tensor_parallel:
-        return  # The layout says so; there is no data-parallel size to divide by.
+        return  # the layout's own problem says so; there is no data-parallel size to divide by
     copies = machine.world_size // config.train.tensor_parallel
     if prompts % (minibatches * copies):
         unit = minibatches * copies
@@ -179,7 +180,7 @@ def _length_problems(config: Config, facts: ModelFacts | None) -> Iterator[Probl
                 f"{length} response tokens leave no room for a prompt in a context of {context} tokens; use less than "
                 f"{context}",
             )
-    # With a context set by the user a sequence may fill it; else all that is known is a response and its prompt.
+    # A sequence may fill a context that the user set. Without one, only the response and some prompt are known.
     longest = asked if asked is not None else response + 1
     budget = config.train.max_tokens_per_microbatch
     if budget < longest:

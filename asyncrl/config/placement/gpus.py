@@ -1,10 +1,11 @@
 """Which GPUs engines get: those of the trained model, and those of models beside it. Pure.
 
-What cannot be is appended to a list of problems, so that a user hears of all of it at once.
+A choice that cannot work is added to a list of problems, so that a user hears of all of them at once.
 
 Invariants
-- Engines beside the trained model's share no GPU with a trainer rank, with an engine of the trained model, or with each
-  other. Where none are named they get the last ones, and the engines of the trained model get what is left.
+- Engines beside those of the trained model share no GPU with a trainer rank, with an engine of the trained model, or
+  with each other. If the configuration names no GPUs for them, they get the last free ones, and the engines of the
+  trained model get the others.
 - GPUs that a configuration names are those of the node of rank 0.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from asyncrl.config.checks.served import served_beside
 from asyncrl.config.layout import DRIVER_NODE, Gpu
 from asyncrl.config.machine import Machine
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problems
 from asyncrl.config.root import Config
 from asyncrl.config.sections.inference import ServingConfig
 
@@ -52,14 +53,14 @@ def gpus_for_trained(
     machine: Machine,
     training: Collection[Gpu],
     held: Collection[Gpu],
-    problems: list[Problem],
+    problems: Problems,
 ) -> list[Share]:
     """The GPUs of each engine of the trained model. `training` are those of trainer ranks, `held` are for others."""
     engine = config.engine
     if not machine.gpus:
         if engine.gpus is not None:
             text = f"{list(engine.gpus)}, but this job sees no GPU; leave it out to run on CPU"
-            problems.append(Problem("engine.gpus", text))
+            problems.add("engine.gpus", text)
         return [()] * (engine.num_engines or 1)
     if machine.local_world_size > len(machine.gpus):
         return []
@@ -72,113 +73,86 @@ def gpus_for_trained(
     count = engine.num_engines or max(1, len(found))
     if count > len(found):
         apart = ", each engine's on one node" if machine.nodes > 1 else ""
-        problems.append(
-            Problem(
-                "engine.num_engines" if engine.num_engines else "engine.tensor_parallel",
-                f"{count} engine(s) of {size} GPU(s) need {count * size}{apart}, but {room} of the "
-                f"{len(machine.all_gpus)} visible GPUs are free for engines (trainer ranks use {len(training)}); use "
-                "fewer engines, a smaller engine.tensor_parallel, or fewer trainer ranks",
-            )
+        problems.add(
+            "engine.num_engines" if engine.num_engines else "engine.tensor_parallel",
+            f"{count} engine(s) of {size} GPU(s) need {count * size}{apart}, but {room} of the "
+            f"{len(machine.all_gpus)} visible GPUs are free for engines (trainer ranks use {len(training)}); use "
+            "fewer engines, a smaller engine.tensor_parallel, or fewer trainer ranks",
         )
         return []
     if engine.gpus is not None and count * size != room:
-        problems.append(
-            Problem(
-                "engine.gpus",
-                f"{list(engine.gpus)} names {room} GPUs, but {count} engine(s) of {size} GPU(s) use {count * size}; "
-                "list exactly those",
-            )
+        problems.add(
+            "engine.gpus",
+            f"{list(engine.gpus)} names {room} GPUs, but {count} engine(s) of {size} GPU(s) use {count * size}; "
+            "list exactly those",
         )
         return []
     for i, share in enumerate(found[:count]):
         shared = sorted(gpu.index for gpu in share if gpu in training)
         if shared and len(shared) != size:
-            problems.append(
-                Problem(
-                    "engine.gpus",
-                    f"engine-{i} would take GPUs {[gpu.index for gpu in share]}, of which trainer ranks use only "
-                    f"{shared}; an engine shares all of its GPUs with the trainer or none: regroup the list",
-                )
+            problems.add(
+                "engine.gpus",
+                f"engine-{i} would take GPUs {[gpu.index for gpu in share]}, of which trainer ranks use only "
+                f"{shared}; an engine shares all of its GPUs with the trainer or none: regroup the list",
             )
     return found[:count] if len(problems) == before else []
 
 
 def _pool(
-    config: Config, machine: Machine, training: Collection[Gpu], held: Collection[Gpu], problems: list[Problem]
+    config: Config, machine: Machine, training: Collection[Gpu], held: Collection[Gpu], problems: Problems
 ) -> Pool:
     """The GPUs that engines of the trained model may use."""
     colocate = config.engine.colocate or len(machine.gpus) == 1
     if config.engine.gpus is not None:
         named = config.engine.gpus
         if absent := _absent(named, machine):
-            problems.append(Problem("engine.gpus", f"{absent} (indices count among those of CUDA_VISIBLE_DEVICES)"))
+            problems.add("engine.gpus", f"{absent} (indices count among those of CUDA_VISIBLE_DEVICES)")
         if len(set(named)) != len(named):
-            problems.append(Problem("engine.gpus", f"{list(named)} names a GPU twice; name each once"))
+            problems.add("engine.gpus", f"{list(named)} names a GPU twice; name each once")
         conflict = sorted(index for index in set(named) if Gpu(DRIVER_NODE, index) in training)
         if conflict and not colocate:
-            problems.append(
-                Problem(
-                    "engine.gpus",
-                    f"{conflict} are also used by trainer ranks (local rank i uses GPU i); name other GPUs, or share "
-                    "them with engine.colocate = true",
-                )
+            problems.add(
+                "engine.gpus",
+                f"{conflict} are also used by trainer ranks (local rank i uses GPU i); name other GPUs, or share "
+                "them with engine.colocate = true",
             )
         return {DRIVER_NODE: named}
     if colocate:
         return by_node(sorted(training))
     free = [gpu for gpu in machine.all_gpus if gpu not in training and gpu not in held]
     if not free:
-        problems.append(
-            Problem(
-                "engine.gpus",
-                f"trainer ranks{' and other models' if held else ''} use all {len(machine.all_gpus)} visible GPUs and "
-                "none is left for engines; start fewer ranks (torchrun --nproc-per-node), or share GPUs with "
-                "engine.colocate = true",
-            )
+        problems.add(
+            "engine.gpus",
+            f"trainer ranks{' and other models' if held else ''} use all {len(machine.all_gpus)} visible GPUs and "
+            "none is left for engines; start fewer ranks (torchrun --nproc-per-node), or share GPUs with "
+            "engine.colocate = true",
         )
     return by_node(free)
 
 
 def gpus_beside(
-    config: Config, machine: Machine, training: Collection[Gpu], problems: list[Problem]
+    config: Config, machine: Machine, training: Collection[Gpu], problems: Problems
 ) -> dict[str, tuple[Share, ...]]:
     """The GPUs of each engine beside those of the trained model, by the name of its model."""
     groups = served_beside(config)
-    if not machine.gpus:
-        for section, settings in groups.values():
-            if settings.gpus is not None:
-                text = f"{list(settings.gpus)}, but this job sees no GPU; leave it out to run on CPU"
-                problems.append(Problem(f"{section}.gpus", text))
-        return {name: ((),) * settings.num_engines for name, (_, settings) in groups.items()}
     taken = dict.fromkeys(training, "trainer ranks")
     taken |= {Gpu(DRIVER_NODE, index): "engine.gpus" for index in config.engine.gpus or ()}
-    chosen: dict[str, tuple[Share, ...]] = dict.fromkeys(groups, ())
-    for name, (section, settings) in groups.items():
-        if settings.gpus is None:
-            continue
-        problem = _named_problem(settings.gpus, settings, machine, taken)
-        if problem is not None:
-            problems.append(Problem(f"{section}.gpus", problem))
-            continue
-        taken |= {Gpu(DRIVER_NODE, index): f"{section}.gpus" for index in settings.gpus}
-        chosen[name] = tuple(shares({DRIVER_NODE: settings.gpus}, settings.tensor_parallel))
-    free = [gpu for gpu in machine.all_gpus if gpu not in taken]
-    for name, (section, settings) in groups.items():
+    chosen: dict[str, tuple[Share, ...]] = {name: ((),) * group[1].num_engines for name, group in groups.items()}
+    for name, (section, settings) in sorted(groups.items(), key=lambda group: group[1][1].gpus is None):  # named first
         if settings.gpus is not None:
+            key, problem = f"{section}.gpus", _named_problem(settings.gpus, settings, machine, taken)
+            found = shares({DRIVER_NODE: settings.gpus}, settings.tensor_parallel)
+        elif machine.gpus:
+            free = [gpu for gpu in machine.all_gpus if gpu not in taken]
+            found = shares(by_node(free), settings.tensor_parallel, from_end=True)[-settings.num_engines :]
+            key, problem = f"{section}.num_engines", _room_problem(settings, machine, len(found), len(free))
+        else:
             continue
-        found = shares(by_node(free), settings.tensor_parallel, from_end=True)
-        if settings.num_engines > len(found):
-            need = settings.num_engines * settings.tensor_parallel
-            problems.append(
-                Problem(
-                    f"{section}.num_engines",
-                    f"{settings.num_engines} engine(s) of {settings.tensor_parallel} GPU(s) need {need} of their own, "
-                    f"but of the {len(machine.all_gpus)} visible GPUs {len(free)} are left; use fewer, or leave it out",
-                )
-            )
+        if problem is not None:
+            problems.add(key, problem)
             continue
-        chosen[name] = tuple(found[-settings.num_engines :])
-        free = [gpu for gpu in free if not any(gpu in share for share in chosen[name])]
+        chosen[name] = tuple(found)
+        taken |= {gpu: f"{section}.gpus" for share in found for gpu in share}
     return chosen
 
 
@@ -186,6 +160,8 @@ def _named_problem(
     named: tuple[int, ...], settings: ServingConfig, machine: Machine, taken: Mapping[Gpu, str]
 ) -> str | None:
     """What is wrong with the GPUs that a section names, in words."""
+    if not machine.gpus:
+        return f"{list(named)}, but this job sees no GPU; leave it out to run on CPU"
     if absent := _absent(named, machine):
         return absent
     shared = {index: taken[Gpu(DRIVER_NODE, index)] for index in named if Gpu(DRIVER_NODE, index) in taken}
@@ -198,6 +174,17 @@ def _named_problem(
             "different ones; list exactly those"
         )
     return None
+
+
+def _room_problem(settings: ServingConfig, machine: Machine, found: int, free: int) -> str | None:
+    """What is wrong where the GPUs that are left hold `found` of the engines of a section, in words."""
+    if found == settings.num_engines:
+        return None
+    need = settings.num_engines * settings.tensor_parallel
+    return (
+        f"{settings.num_engines} engine(s) of {settings.tensor_parallel} GPU(s) need {need} of their own, but of the "
+        f"{len(machine.all_gpus)} visible GPUs {free} are left; use fewer, or leave it out"
+    )
 
 
 def _absent(named: Iterable[int], machine: Machine) -> str | None:

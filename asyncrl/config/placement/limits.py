@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from asyncrl.config.checks.served import EVAL
 from asyncrl.config.layout import DRIVER_NODE, Device, EnginePlacement, ServedPlacement
@@ -17,67 +17,53 @@ _DEVICE_MISMATCH: Mapping[Device, str] = {
 }
 
 
-def machine_problems(config: Config, machine: Machine) -> list[Problem]:
+def machine_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     """Ranks that do not fit the machine or the model's copies, and devices that it does not have."""
-    problems = []
     size = config.train.tensor_parallel
     if machine.world_size % size:
-        problems.append(
-            Problem(
-                "train.tensor_parallel",
-                f"{size} does not divide the {machine.world_size} trainer ranks; start torchrun with --nproc-per-node "
-                f"{size * max(1, machine.world_size // size)} or set a divisor",
-            )
+        yield Problem(
+            "train.tensor_parallel",
+            f"{size} does not divide the {machine.world_size} trainer ranks; start torchrun with --nproc-per-node "
+            f"{size * max(1, machine.world_size // size)} or set a divisor",
         )
     if machine.gpus and machine.local_world_size > len(machine.gpus):
-        problems.append(
-            Problem(
-                "torchrun --nproc-per-node",
-                f"{machine.local_world_size} trainer ranks need as many GPUs, but {len(machine.gpus)} are visible; "
-                f"start at most {len(machine.gpus)}",
-            )
+        yield Problem(
+            "torchrun --nproc-per-node",
+            f"{machine.local_world_size} trainer ranks need as many GPUs, but {len(machine.gpus)} are visible; "
+            f"start at most {len(machine.gpus)}",
         )
     if config.engine.device not in ("auto", machine.device):
-        problems.append(Problem("engine.device", _DEVICE_MISMATCH[machine.device]))
-    return problems
+        yield Problem("engine.device", _DEVICE_MISMATCH[machine.device])
 
 
-def trained_problems(config: Config, engines: Sequence[EnginePlacement]) -> list[Problem]:
+def trained_problems(config: Config, engines: Sequence[EnginePlacement]) -> Iterator[Problem]:
     """Ways of updating weights that cannot reach the trained model's engines where they are."""
-    problems = []
     apart = [e.engine_id for e in engines if e.transport == "tensor" and not e.colocated]
     if apart:
-        problems.append(
-            Problem(
-                "weights.transport",
-                f"tensor hands over GPU memory in place, but {', '.join(apart)} shares no GPU with a trainer rank; "
-                "leave it at auto, or set engine.colocate = true",
-            )
+        yield Problem(
+            "weights.transport",
+            f"tensor hands over GPU memory in place, but {', '.join(apart)} shares no GPU with a trainer rank; "
+            "leave it at auto, or set engine.colocate = true",
         )
     colocated = [e.engine_id for e in engines if e.colocated]
     by_broadcast = [e.engine_id for e in engines if e.colocated and e.transport == "broadcast"]
     if by_broadcast:
-        problems.append(
-            Problem(
-                "weights.transport",
-                f"broadcast cannot reach {', '.join(by_broadcast)}: NCCL refuses two ranks on one GPU; leave it at "
-                "auto or use tensor",
-            )
+        yield Problem(
+            "weights.transport",
+            f"broadcast cannot reach {', '.join(by_broadcast)}: NCCL refuses two ranks on one GPU; leave it at "
+            "auto or use tensor",
         )
     if colocated and config.weights.on_update == "in_place":
-        problems.append(
-            Problem(
-                "weights.on_update",
-                f"in_place keeps the KV of running requests, but {', '.join(colocated)} gives up all KV whenever the "
-                "trainer needs its GPU; use retract, or give engines GPUs of their own",
-            )
+        yield Problem(
+            "weights.on_update",
+            f"in_place keeps the KV of running requests, but {', '.join(colocated)} gives up all KV whenever the "
+            "trainer needs its GPU; use retract, or give engines GPUs of their own",
         )
-    return problems
 
 
 def unhosted_problems(
     engines: Sequence[EnginePlacement], beside: Mapping[str, ServedPlacement], hosted: Collection[int]
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Engines on nodes where the job cannot start processes: one problem that names them all."""
     away = [engine for engine in engines if engine.node not in hosted]
     near = len(engines) - len(away)
@@ -88,14 +74,11 @@ def unhosted_problems(
             section = "eval.fleet" if name == EVAL else f"models.{name}"
             fixes.append(f"name GPUs of node {DRIVER_NODE} in {section}.gpus")
         away += own
-    if not away:
-        return []
-    fixes.append("start engines there yourself and name them in engine.external")
-    return [
-        Problem(
+    if away:
+        fixes.append("start engines there yourself and name them in engine.external")
+        yield Problem(
             "torchrun --nnodes",
             f"{', '.join(engine.engine_id for engine in away)} would run on node "
             f"{', '.join(map(str, sorted({engine.node for engine in away})))}, and a job can start processes only on "
             f"node {DRIVER_NODE}, that of rank 0; {', or '.join(fixes)}",
         )
-    ]

@@ -33,7 +33,7 @@ from asyncrl.config.layout import (
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.gpus import Share, by_node, gpus_beside, gpus_for_trained, shares
 from asyncrl.config.placement.limits import machine_problems, trained_problems, unhosted_problems
-from asyncrl.config.problems import InvalidConfigError, Problem
+from asyncrl.config.problems import InvalidConfigError, Problems
 from asyncrl.config.root import Config
 from asyncrl.errors import EngineError
 
@@ -51,9 +51,9 @@ def plan_layout(config: Config, machine: Machine) -> ProcessLayout:
 
 def derive_layout(
     config: Config, machine: Machine, hosted: Collection[int] = HOSTED
-) -> tuple[ProcessLayout | None, list[Problem]]:
+) -> tuple[ProcessLayout | None, Problems]:
     """The layout, or all the reasons why there is none. `hosted`: nodes on which processes can be started."""
-    problems = machine_problems(config, machine)
+    problems = Problems(machine_problems(config, machine))
     trainers = _trainers(machine)
     training = frozenset(Gpu(t.node, t.gpu) for t in trainers if t.gpu is not None)
     trainer_alone = config.debug.train_only
@@ -90,7 +90,7 @@ def derive_layout(
         rewards=RewardPlacement(0 if trainer_alone else config.reward.workers, DRIVER_NODE),
         hosts=tuple(HostPlacement(node) for node in range(machine.nodes) if node in hosted),
     )
-    return layout, []
+    return layout, problems
 
 
 def place_another(config: Config, layout: ProcessLayout, engine_id: str, taken: Collection[Gpu]) -> EnginePlacement:

@@ -28,11 +28,11 @@ a literal ({name = 1}). A value that starts with @ or -- is written --SECTION.KE
 
 
 _PADDING = re.compile(r" +$", re.MULTILINE)
-"""Tables fill their width with blanks."""
+"""Blanks with which rich fills a table to its width."""
 
 
 def print_help(stream: TextIO) -> None:
-    """Writes the help, as wide as the terminal allows."""
+    """Writes the help, 100 to 160 columns wide as the terminal allows."""
     width = min(160, max(100, shutil.get_terminal_size(fallback=(120, 0)).columns))
     console = Console(
         file=io.StringIO(),
@@ -67,7 +67,7 @@ def print_help(stream: TextIO) -> None:
 
 
 def default_in_words(default: Any) -> str:
-    """A default as it would be written."""
+    """A default as a user would write it."""
     if default is None:
         return "none"
     if isinstance(default, bool):

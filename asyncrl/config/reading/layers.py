@@ -1,10 +1,11 @@
-"""What the user wrote, file by file and option by option, laid over each other with its origin kept.
+"""Files and options as the user wrote them, laid over each other. Each value keeps its origin.
 
 Invariants
 - Later layers win: files in the order given, then the command line.
-- Tables merge key by key; a table given as one literal on the command line (`--data.args {max_terms=3}`) replaces.
-- Nothing is dropped: a key that does not exist is a Problem that names the nearest one.
-- `none` means None wherever a field can be None, in files (TOML has no null) and on the command line alike.
+- Tables merge key by key. A table given as one literal on the command line (`--data.args {max_terms=3}`) replaces the
+  table so far.
+- No key is dropped: a key that does not exist becomes a Problem that names the nearest valid one.
+- `none` means None for every field that can be None, in files (TOML has no null) and on the command line alike.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 
 from asyncrl.config.checks.engine_args import PREFIX, RESERVED, engine_arguments
 from asyncrl.config.nearest import did_you_mean, nearest
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, Problems
 from asyncrl.config.reading.redaction import REDACTED
 from asyncrl.config.reading.schema import ANY_NAME, FieldSpec, KeyPath, fields, settable_keys, spec_of, table_of
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One value as written, and where."""
+    """One value as written, and where it was written."""
 
     value: Any
     source: str
@@ -34,14 +35,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Layers:
-    """Entries by key, and what was wrong with how they were written."""
+    """Entries by key, and the problems with the way in which they were written."""
 
     entries: dict[KeyPath, Entry] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     meant: set[str] = field(default_factory=set)
-    """Keys that misspelled ones most likely meant: their values are not what the user wanted."""
+    """Keys that the user most likely meant with misspelled ones. Their values are not those that the user wanted."""
     incomplete: bool = False
-    """A file could not be read, so that much stands at its default."""
+    """Whether a file could not be read, so that its settings stand at their defaults."""
 
     def add_file(self, name: str) -> None:
         """Lays a TOML file on top."""
@@ -58,7 +59,7 @@ class Layers:
             self._add_table((), table, name)
 
     def _unreadable(self, name: str, text: str) -> None:
-        self.problems.append(Problem(name, text))
+        self.problems.add(name, text)
         self.incomplete = True
 
     def add_option(self, option: str, values: Sequence[str]) -> None:
@@ -68,15 +69,15 @@ class Layers:
         table = table_of(path)
         key = ".".join(path)
         if table is None and spec is not None and spec.kind in ("section", "sections") and not spec.nullable:
-            self.problems.append(Problem(option, f"is a section; write {option}.KEY VALUE"))
+            self.problems.add(option, f"is a section; write {option}.KEY VALUE")
             return
         if table is None and spec is None:
-            self.problems.append(Problem(option, "unknown option" + self._suggestion(path, as_option=True)))
+            self.problems.add(option, "unknown option" + self._suggestion(path, as_option=True))
             return
         try:
             value = option_value(spec, values) if spec is not None else entry_value(values)
         except ValueError as error:
-            self.problems.append(Problem(key, str(error), option))
+            self.problems.add(key, str(error), option)
             return
         if spec is not None and isinstance(value, Mapping):
             self.forget(path)
@@ -98,9 +99,8 @@ class Layers:
 
     def source(self, path: KeyPath) -> str:
         """Where the value of a key comes from."""
-        if (entry := self.entries.get(path)) is not None:
-            return entry.source
-        return "default"
+        entry = self.entries.get(path)
+        return "default" if entry is None else entry.source
 
     def _add_table(self, prefix: KeyPath, table: Mapping[str, Any], source: str) -> None:
         seen: set[KeyPath] = set()
@@ -108,19 +108,17 @@ class Layers:
             path = (*prefix, str(name).replace("-", "_"))
             key = ".".join(path)
             if path in seen:
-                self.problems.append(Problem(key, "given twice, with dashes and with underscores", source))
+                self.problems.add(key, "given twice, with dashes and with underscores", source)
             seen.add(path)
             spec = spec_of(path)
             inside = table_of(path)
             if inside is not None:
                 self._set(path, value, source)
             elif spec is None and "." in str(name):
-                self.problems.append(
-                    Problem(key, f'"{name}" in quotes is one key with a dot in it; remove the quotes', source)
-                )
+                self.problems.add(key, f'"{name}" in quotes is one key with a dot in it; remove the quotes', source)
             elif spec is None:
                 where = f"unknown key in {source}" if not source.startswith("--") else f"unknown key of {source}"
-                self.problems.append(Problem(key, where + self._suggestion(path)))
+                self.problems.add(key, where + self._suggestion(path))
             elif spec.kind in ("section", "sections", "table") and isinstance(value, Mapping):
                 if not value and not any(known[: len(path)] == path and known != path for known in self.entries):
                     self._set(path, {}, source)
@@ -130,7 +128,7 @@ class Layers:
 
     def _set(self, path: KeyPath, value: Any, source: str) -> None:
         self.forget(path)
-        # A parent that was set as a whole gives way to its parts.
+        # A parent that was set as a whole is split into its parts.
         for length in range(1, len(path)):
             parent = self.entries.pop(path[:length], None)
             if parent is not None and isinstance(parent.value, Mapping):
@@ -156,7 +154,7 @@ _WORD = re.compile(r"=\s*(None|none|null|nil|True|False)\b")
 
 
 def _toml_hint(text: str, error: str) -> str:
-    """What to write in place of a word that other languages have for nothing, true and false."""
+    """What to write in place of another language's word for none, true or false."""
     at = _LINE.search(error)
     found = _WORD.search(text.splitlines()[int(at[1]) - 1]) if at is not None else None
     if found is None:
@@ -166,7 +164,7 @@ def _toml_hint(text: str, error: str) -> str:
 
 
 def option_value(spec: FieldSpec, values: Sequence[str]) -> Any:
-    """The value that `values` spell for a field; raises ValueError. Types and ranges are checked later, together."""
+    """The value that `values` spell for a field. Raises ValueError. Types and ranges are checked later."""
     if not values:
         if spec.takes(bool):
             return True
@@ -186,7 +184,7 @@ def option_value(spec: FieldSpec, values: Sequence[str]) -> Any:
 
 
 def entry_value(values: Sequence[str]) -> Any:
-    """The value of an entry of a table, whose type is unknown; none at all is a switch. Raises ValueError."""
+    """The value of an entry of a table, whose type is unknown. Without any value it is a switch. Raises ValueError."""
     if len(values) > 1:
         raise ValueError(f"takes one value, but {len(values)} follow ({' '.join(values)}); write a list as [a, b]")
     return literal(values[0]) if values else True
@@ -204,7 +202,10 @@ def _list_value(spec: FieldSpec, values: Sequence[str]) -> list[Any]:
 
 
 def literal(text: str) -> Any:
-    """A TOML or JSON literal (`3`, `true`, `[1, 2]`, `{a = 1}`, `{"a": 1}`), else the text itself."""
+    """The value of a TOML or JSON literal (`3`, `true`, `[1, 2]`, `{a = 1}`, `{"a": 1}`); else the text itself.
+
+    Raises ValueError for a literal that holds null.
+    """
     if "#" in text and text[0] not in "\"'[{":
         # TOML would take the rest for a comment.
         return text
@@ -266,13 +267,15 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "directory": ("run.dir",),
     "output_dir": ("run.dir",),
 }
-"""What settings are called elsewhere, with or without their section → what is meant."""
+"""Names of settings in other projects, with or without their section → our keys for them."""
 _SECTIONS_ELSEWHERE = {"evaluation": ("eval",), "dataset": ("data",), "optimizer": ("train",)}
 
 
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:
-    """The keys that an unknown one most likely meant, or the section; a server argument put straight into `engine`
-    counts as one."""
+    """The keys, or the section, that the user most likely meant with an unknown key.
+
+    An argument of SGLang directly in `engine` is found as well.
+    """
     dotted = ".".join(path)
     for name in (dotted, path[-1]):
         if name in _ELSEWHERE:
@@ -290,7 +293,7 @@ def _sections() -> list[str]:
 
 
 def redacted_entries(entries: Mapping[KeyPath, Entry]) -> list[Problem]:
-    """A saved configuration has its secrets blanked out; they must be given again."""
+    """One problem for each secret that was blanked out when the configuration was saved: it must be given again."""
     return [
         Problem(".".join(path), "was blanked out when this configuration was saved; give the value again", entry.source)
         for path, entry in entries.items()

@@ -1,12 +1,12 @@
 """From the command line to a validated configuration: `train.py @ recipe.toml [@ more.toml ...] --train.lr 1e-3`.
 
 Invariants
-- A configuration is returned only when nothing is wrong with it; else every problem is listed at once, one a line.
+- A configuration is returned only when nothing is wrong with it. Otherwise every problem is listed at once, one a line.
 - Every value knows its origin: `default`, the file, or the option.
-- Nothing here imports torch or SGLang: help and refusals come in a fraction of a second.
+- Nothing here imports torch or SGLang, so that help and refusals come in a fraction of a second.
 
-The command line is generic over the schema: an option is a dotted key, with dashes or underscores, so that a recipe's
-key and its override are spelled alike and one look-up names the nearest valid key for both.
+The command line follows the schema: an option is a dotted key, with dashes or underscores. So a recipe's key and its
+option are spelled alike, and one look-up names the nearest valid key for both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.config.checks.inputs import input_problems, read_model_facts
 from asyncrl.config.checks.validation import config_problems, config_warnings
 from asyncrl.config.machine import Machine, rank_of
 from asyncrl.config.placement.rules import derive_layout
-from asyncrl.config.problems import InvalidConfigError, Problem
+from asyncrl.config.problems import InvalidConfigError, Problem, Problems
 from asyncrl.config.reading.layers import Layers, redacted_entries
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.redaction import shown
@@ -45,8 +45,8 @@ class CommandLine:
 def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None] | None = None) -> LoadedConfig:
     """The configuration that `argv` (without the program's name) asks for on this machine.
 
-    `--help` and `--dry-run` print (on rank 0 only) and leave with SystemExit(0). A dry run first calls `dry_check`,
-    which raises for what the start would refuse beyond this. Raises InvalidConfigError.
+    `--help` and `--dry-run` print on rank 0 and raise SystemExit(0) on every rank. A dry run first calls `dry_check`,
+    which raises for problems that only the start itself would find. Raises InvalidConfigError.
     """
     line = parse_command_line(argv)
     if line.help:
@@ -71,22 +71,22 @@ def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Splits argv; whatever follows an option up to the next option or `@` is its values."""
+    """Splits argv. The words after an option, up to the next option or `@`, are its values."""
     files: list[str] = []
     options: list[tuple[str, tuple[str, ...]]] = []
-    problems: list[Problem] = []
+    problems = Problems()
     switches: set[str] = set()
     rest = list(argv)
     while rest:
         token = rest.pop(0)
         if not _is_text(token):
-            problems.append(Problem(ascii(token), "is not valid UTF-8"))
+            problems.add(ascii(token), "is not valid UTF-8")
         elif token.startswith("@"):
             name = token[1:] or (rest.pop(0) if rest and _is_value(rest[0]) else "")
             if name:
                 files.append(name)
             else:
-                problems.append(Problem("@", "needs a file: @ recipe.toml"))
+                problems.add("@", "needs a file: @ recipe.toml")
         elif token in ("-h", "--help", "--dry-run", "--dry_run"):
             switches.add(token.replace("_", "-"))
         elif _is_option(token):
@@ -99,7 +99,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             hint = (
                 f"; did you mean @ {token}?" if token.endswith(".toml") else "; options are written --section.key value"
             )
-            problems.append(Problem(token, f"unexpected argument{hint}"))
+            problems.add(token, f"unexpected argument{hint}")
     return CommandLine(
         files=tuple(files),
         options=tuple(options),
@@ -111,83 +111,78 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
     """Reads, merges and checks everything. Raises InvalidConfigError with all problems."""
-    layers = Layers(problems=list(line.problems))
+    layers = Layers(problems=Problems(line.problems))
     for name in line.files:
         layers.add_file(name)
     for option, values in line.options:
         layers.add_option(option, values)
-    problems = layers.problems + redacted_entries(layers.entries)
-    config, invalid = build_config(layers)
-    problems += invalid
-    layout, misplaced = derive_layout(config, machine)
+    problems = layers.problems
+    problems += redacted_entries(layers.entries)
+    config = build_config(layers)
+    layout, checks = derive_layout(config, machine)
     if not line.problems and not layers.incomplete:
-        checks = misplaced + config_problems(config, machine, read_model_facts(config.model.path))
-        # What was refused or misspelled stands at its default here: a complaint about that default would mislead.
+        checks += config_problems(config, machine, read_model_facts(config.model.path))
+        checks += input_problems(config)
+        # A setting that was refused or misspelled stands at its default here: a complaint about it would mislead.
         blamed = {problem.key for problem in problems} | layers.meant
-        problems += [
-            Problem(p.key, p.text, layers.source(tuple(p.key.split("."))))
-            for p in checks + input_problems(config)
-            if p.key not in blamed
-        ]
+        for p in checks:
+            if p.key not in blamed:
+                problems.add(p.key, p.text, layers.source(tuple(p.key.split("."))))
     if problems or layout is None:
         raise InvalidConfigError(problems)
     return LoadedConfig(config, _sources(config, layers), machine, layout, tuple(config_warnings(config)))
 
 
 def _is_option(token: str) -> bool:
-    """`--key`; a dash before a digit is a number, and one dash is no option of ours but for -h."""
+    """Whether a word is `--key` or `-h`. A dash before a digit begins a number."""
     return token == "-h" or (token.startswith("--") and token[2:3].isalpha())
 
 
 def _is_value(token: str) -> bool:
-    """A value that starts with @ or -- is written --key=value."""
+    """Whether a word can be the value of an option. A value that starts with @ or -- is written --key=value."""
     return not _is_option(token) and not token.startswith("@") and _is_text(token)
 
 
 def _is_text(token: str) -> bool:
-    """False for an argument that was not UTF-8 (Python carries such bytes as lone surrogates)."""
+    """False for a word that was not UTF-8. (Python carries such bytes as lone surrogates.)"""
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in token)
 
 
-def build_config(layers: Layers) -> tuple[Config, list[Problem]]:
-    """The config from the valid entries; the others are reported and stand at their defaults."""
-    problems = []
+def build_config(layers: Layers) -> Config:
+    """The config from the valid entries. The others become problems of `layers`, and stand at their defaults."""
     for path, entry in list(layers.entries.items()):
         spec = spec_of(path)
         if spec is not None and spec.kind == "scalar" and isinstance(entry.value, bool) and not spec.takes(bool):
-            # Else true would pass as the number 1.
-            problems.append(_refused(spec, path, entry.value, layers))
-            layers.forget(path)
+            _refuse(spec, path, layers)  # else true would pass as the number 1
     while True:
         try:
-            return Config.model_validate(layers.nested()), problems
+            return Config.model_validate(layers.nested())
         except ValidationError as error:
             for path in dict.fromkeys(_known_path(detail["loc"]) for detail in error.errors()):
                 spec = spec_of(path) or table_of(path)
                 assert spec is not None, f"pydantic refused {path}, which is no field"
-                problems.append(_refused(spec, path, _value_at(layers.nested(), path), layers))
-                layers.forget(path)
+                _refuse(spec, path, layers)
 
 
-def _refused(spec: FieldSpec, path: KeyPath, value: Any, layers: Layers) -> Problem:
+def _refuse(spec: FieldSpec, path: KeyPath, layers: Layers) -> None:
+    """Makes an entry a problem and puts its key back to its default."""
     expects = spec.expects.partition(" of ")[2] if spec.path != path else spec.expects
-    return Problem(".".join(path), f"{shown(path[-1], value)} is not allowed; expected {expects}", layers.source(path))
+    value: Any = layers.nested()
+    for part in path:
+        value = value[part]
+    text = f"{shown(path[-1], value)} is not allowed; expected {expects}"
+    layers.problems.add(".".join(path), text, layers.source(path))
+    layers.forget(path)
 
 
 def _known_path(location: tuple[int | str, ...]) -> KeyPath:
-    """The field or table entry that a pydantic error is about; deeper parts are list indices and union members."""
+    """The field or table entry of a pydantic error. Deeper parts of its location are list indices and union members."""
     parts = tuple(str(part) for part in location)
     for length in range(len(parts), 0, -1):
         spec = spec_of(parts[:length])
         if spec is not None:
             return parts[: length + 1] if spec.kind == "table" and len(parts) > length else parts[:length]
     raise AssertionError(f"pydantic refused {location}, which is no field")
-
-
-def _value_at(values: Any, path: KeyPath) -> Any:
-    for part in path:
-        values = values[part]
-    return values
 
 
 def _sources(config: Config, layers: Layers) -> dict[str, str]:

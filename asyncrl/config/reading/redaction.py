@@ -1,6 +1,6 @@
 """Secrets never reach a saved config, a report or an error message.
 
-Invariant: whatever is written or shown of a configuration passes through `redacted` or `shown`.
+Invariant: every value of a configuration that is written or shown passes through `redacted` or `shown`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_secret(key: str) -> bool:
 
 
 def redacted(key: str, value: Any) -> Any:
-    """`value` without its secrets: the whole of it where the key names one, logins in URLs elsewhere."""
+    """`value` without its secrets: blanked out where the key names a secret, else only logins in URLs."""
     if is_secret(key) and not isinstance(value, bool | int | float | Mapping | None):
         return REDACTED
     if isinstance(value, str):
@@ -38,7 +38,7 @@ def redacted(key: str, value: Any) -> Any:
 
 
 def shown(key: str, value: Any) -> str:
-    """`value` as it may stand in a message."""
+    """`value` as a message may show it, without secrets."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(redacted(key, value))

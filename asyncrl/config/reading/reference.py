@@ -33,7 +33,7 @@ All problems of a configuration are listed together, and nothing starts before t
 
 
 def reference() -> str:
-    """The whole page."""
+    """The text of docs/configuration.md."""
     return "\n".join([_INTRODUCTION, *_sections()]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The dry run: what would run where, and every value with its origin. The report is itself a valid TOML file."""
+"""The report of a dry run: which process would run where, and every value with its origin. It is a valid TOML file."""
 
 from __future__ import annotations
 

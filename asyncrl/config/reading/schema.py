@@ -1,7 +1,7 @@
 """The configuration's fields as a flat table: dotted key, type in words, default, help.
 
-Everything that lists fields (command line, help, nearest-key search, documentation) reads this table, so that a field
-is described once, where it is declared.
+The command line, the help, the search for the nearest key and the documentation all read this table, so that a field is
+described once, where it is declared.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from asyncrl.config.root import Config
 
 ANY_NAME = "NAME"
-"""Stands in a path for the name that a user gives a section."""
+"""Stands in a path for the name that the user gives to a section."""
 
 KeyPath = tuple[str, ...]
-"""A dotted key in parts; the parts below a table are the table's own keys and may hold dots."""
+"""A dotted key in parts. The parts below a table are the table's own keys, and may hold dots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class FieldSpec:
 
     path: KeyPath
     kind: Literal["section", "sections", "table", "list", "scalar"]
-    """A section holds fields; sections are such under names of the user's choosing; a table (server_args, args) holds
-    keys of the user's choosing."""
+    """A section holds fields. `sections` holds sections under names that the user chooses. A table (server_args, args)
+    holds keys that the user chooses."""
     nullable: bool
     """Takes `none`."""
     accepts: tuple[Any, ...]
-    """Member types of a scalar, element types of a list, value types of a table; literals as their values."""
+    """Member types of a scalar, element types of a list, value types of a table. A literal stands as its value."""
     expects: str
     """The type in words: `whole number, at least 1, or none`."""
     default: Any
@@ -45,6 +45,7 @@ class FieldSpec:
 
     @property
     def key(self) -> str:
+        """The dotted key, with underscores."""
         return ".".join(self.path)
 
     @property
@@ -53,7 +54,7 @@ class FieldSpec:
         return "--" + self.key.replace("_", "-")
 
     def takes(self, kind: type) -> bool:
-        """Whether a value of exactly this type may stand here."""
+        """Whether the field takes a value of exactly this type."""
         return Any in self.accepts or kind in self.accepts or any(type(member) is kind for member in self.accepts)
 
 
@@ -64,7 +65,7 @@ def fields() -> Mapping[KeyPath, FieldSpec]:
 
 
 def spec_of(path: KeyPath) -> FieldSpec | None:
-    """The key at `path`, also below a section that the user named; None where there is none."""
+    """The field at `path`, also in a section that the user named; None where there is none."""
     known = fields().get(path)
     if known is None and len(path) > 1 and (named := fields().get(path[:1])) is not None and named.kind == "sections":
         known = fields().get((path[0], ANY_NAME, *path[2:]))
@@ -72,12 +73,12 @@ def spec_of(path: KeyPath) -> FieldSpec | None:
 
 
 def settable_keys() -> list[str]:
-    """Dotted keys of everything that takes a value of its own."""
+    """Dotted keys of all fields that take a value of their own."""
     return [spec.key for spec in fields().values() if spec.kind not in ("section", "sections") or spec.nullable]
 
 
 def table_of(path: KeyPath) -> FieldSpec | None:
-    """The table that `path` is an entry of."""
+    """The table that holds the entry at `path`; None where `path` is no entry of a table."""
     for length in range(1, len(path)):
         spec = spec_of(path[:length])
         if spec is not None and spec.kind == "table":
@@ -125,7 +126,7 @@ def _section(path: KeyPath, model: type[BaseModel], *, nullable: bool, text: str
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Member types of a union, with the values of literals in place of the Literal."""
+    """Member types of a union. A Literal is replaced by its values."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(member for part in get_args(annotation) for member in _members(part))
     if get_origin(annotation) is Literal:
@@ -144,7 +145,7 @@ _WORDS: Mapping[Any, str] = {
 
 
 def _in_words(members: tuple[Any, ...]) -> str:
-    """`true or false or "auto"`; values of a literal in quotes."""
+    """Members in words, values of a literal in quotes: `true or false or "auto"`."""
     return " or ".join(_WORDS.get(member, f'"{member}"') for member in members)
 
 

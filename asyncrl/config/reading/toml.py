@@ -1,6 +1,6 @@
-"""A configuration as TOML, complete and without secrets; reading it back gives the same configuration.
+"""A configuration as TOML, complete and without secrets. Reading it back gives the same configuration.
 
-None, which TOML does not have, is written as "none".
+TOML has no None, so it is written as "none".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COMMENT_COLUMN = 44
 
 
 def config_toml(config: Config, sources: Mapping[str, str] | None = None) -> str:
-    """All values in the order of declaration; with `sources`, each followed by where it came from."""
+    """All values in the order of their declaration. With `sources`, a comment names the origin of each."""
     return "\n".join(_section((), config.model_dump(), sources)).lstrip("\n") + "\n"
 
 
@@ -57,7 +57,7 @@ def _key(path: KeyPath) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A file name may hold anything; a comment may not hold control characters."""
+    """A file name without control characters, which a comment may not hold."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""What every section shares: frozen, unknown keys refused, docstrings of fields become help."""
+"""The base of all sections: frozen, refuses unknown keys, and makes the docstrings of fields the help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_place(cls, value: Any, info: ValidationInfo) -> Any:
-        """A path is not empty (that would mean the current directory), and `~` is the user's home, as in a shell."""
+        """Refuses an empty path, which would mean the current directory, and expands `~` as a shell does."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         is_path = Path in (annotation, *get_args(annotation))
         if is_path and value == "":
@@ -28,7 +28,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_text(cls, value: Any) -> Any:
-        """Every string may come to be a path, an argument or a variable of a process; none of these can hold a NUL."""
+        """Refuses a NUL: any string may become a path, or an argument or a variable of a process, which hold none."""
         if any("\0" in text for text in _texts(value)):
             raise ValueError("must not hold a NUL character")
         return value
@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string in a value, at any depth, the names of a table included."""
+    """Every string in a value, at any depth, with the names in tables."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""When the state of training is saved, how much of it is kept, and where a job goes on."""
+"""When the state of training is saved, which checkpoints are kept, and where a job goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.config.sections.base import Section
 
 
 class CheckpointConfig(Section):
-    """Everything that a job needs to go on after its end, however it ended."""
+    """Checkpoints, from which a job can go on after any end."""
 
     every: int = Field(default=0, ge=0)
     """Save after every n-th step; 0 never saves."""
@@ -20,15 +20,16 @@ class CheckpointConfig(Section):
     """The newest checkpoints that are kept; older ones are removed once a new one is complete."""
 
     keep_every: int = Field(default=0, ge=0)
-    """Checkpoints of every n-th step are kept for good, whatever their age; 0 keeps none so."""
+    """Checkpoints of every n-th step are never removed; 0: of no step."""
 
     resume: Literal["auto", "never"] | Path = "auto"
-    """Where training begins: auto is the newest intact checkpoint of the run directory, where there is one; never is
-    the model; a path is one checkpoint directory, for a run that has none of its own yet. A gang that torchrun starts
-    again (--max-restarts) goes on from what it wrote itself, whatever stands here."""
+    """Where training begins. auto: at the newest intact checkpoint of the run directory, or at the model if there is
+    none. never: at the model. A path: at that checkpoint, for a run that has no checkpoint of its own yet. A gang that
+    torchrun starts again (--max-restarts) always goes on from its own newest checkpoint."""
 
     timeout_s: float = Field(default=1800.0, gt=0)
-    """Writing beside the training for longer than this is a warning that says who is slow."""
+    """A checkpoint that is written for longer than this, beside the training, causes a warning that names the slow
+    ranks."""
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` trained steps."""

@@ -35,7 +35,7 @@ class DataConfig(Section):
     """Field that holds the prompt: a string, or a list of chat messages."""
 
     answer_key: str | None = "answer"
-    """Field that holds the reference answer given to the reward; none where there is none."""
+    """Field that holds the reference answer for the reward; none: the records have no answers."""
 
     chat_template: bool | Literal["auto"] = "auto"
     """Render prompts with the tokenizer's chat template; auto does so when the tokenizer has one."""

@@ -1,4 +1,4 @@
-"""Running a part of a job alone, on what another job has left."""
+"""Running half a job alone, on the files of another job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from asyncrl.config.sections.base import Section
 
 
 class DebugConfig(Section):
-    """Half a job: to find out which half is at fault."""
+    """Half a job, to find out which half is at fault."""
 
     save_rollouts: bool = False
-    """Keep every batch as it goes to the trainer, in rollouts/ of the run directory: a .safetensors and a .json."""
+    """Keep every batch as the trainer gets it, in rollouts/ of the run directory: a .safetensors and a .json file."""
 
     train_only: bool = False
-    """No engines and no rewards: train on the batches in debug.load_rollouts, from where training begins to the last of
-    them, and compare losses, gradient norms and log-probs with what was recorded then."""
+    """No engines and no rewards: train on the batches in debug.load_rollouts, from the step where training begins to
+    the last batch, and compare losses, gradient norms and log-probs with the recorded ones."""
 
     rollout_only: bool = False
     """No trainer: engines serve the model as it is on disk, and batches are gathered one after the other. With
@@ -27,5 +27,5 @@ class DebugConfig(Section):
     """Directory of saved batches for debug.train_only: rollouts/ of a run, or the failures/ that a NaN left behind."""
 
     tolerance: float = Field(default=1e-4, ge=0)
-    """Largest relative difference to what was recorded that passes for none. On the same layout, in float32, there is
-    none at all."""
+    """Largest relative difference from a recorded value that counts as none. On the same layout, in float32, there is
+    no difference at all."""

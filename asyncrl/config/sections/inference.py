@@ -14,16 +14,18 @@ class EngineConfig(Section):
     """The SGLang engines that generate."""
 
     num_engines: int | None = Field(default=None, ge=1, le=4096)
-    """Engines to start; none: as many as the free GPUs hold, or one on CPU; none of them beside external ones."""
+    """Engines to start. none: as many as the free GPUs hold, or one on CPU; no engine if there are external ones."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of one engine."""
 
     gpus: tuple[int, ...] | None = None
-    """GPUs for the engines, by index among the visible ones; none takes those that no trainer rank uses."""
+    """GPUs for the engines, by index among those that the job sees on the node of rank 0. none: all GPUs that no
+    trainer rank uses."""
 
     colocate: bool = False
-    """Put engines on the trainer ranks' GPUs, memory offloaded around training; always so where there is one GPU."""
+    """Put engines on the trainer ranks' GPUs, and offload their memory while the trainer trains. Always so where a node
+    has a single GPU."""
 
     colocate_memory_peak_device: Literal["gpu", "cpu"] = "gpu"
     """Where memory peaks while colocated engines make room for the trainer at the start. gpu: they release their KV
@@ -31,8 +33,8 @@ class EngineConfig(Section):
     memory."""
 
     external: tuple[str, ...] = ()
-    """Engines that somebody else started, as http://host:port: they serve the same model, get weights as the others do,
-    and live on when the job ends. One that goes away is out of service until it answers again."""
+    """Engines that somebody else runs, as http://host:port. They must serve the same model. They get weights as the
+    job's own engines do, and go on when the job ends. One that goes away is out of service until it answers again."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto is cuda when the job sees a GPU."""
@@ -54,21 +56,21 @@ class EngineConfig(Section):
     """CPU cores that the engines are bound to; none does not bind."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts of one engine (and of the router) within restart_window_s; at the next end it is given up, and with the
-    last engine the job. 0: every end is final."""
+    """Restarts of one engine, and of the router, within restart_window_s. At its next end it is given up. The job ends
+    with its last engine. 0: no restart."""
 
     restart_window_s: float = Field(default=1800.0, gt=0)
-    """Restarts that lie further back than this are forgiven."""
+    """Restarts that are longer ago than this do not count."""
 
     min_serving: int = Field(default=1, ge=1)
     """A publication waits until this many engines can take weights; the others get them when they are back."""
 
     drain_timeout_s: float = Field(default=600.0, ge=0)
-    """Longest time that an engine which is taken out of service may spend on the requests that it has."""
+    """Longest time that an engine which is taken out of service may spend on its requests."""
 
 
 class ServingConfig(Section):
-    """Engines beside those of the trained model; what is not said here is as in engine and router."""
+    """Engines beside those of the trained model. Settings that are not here are those of engine and router."""
 
     num_engines: int = Field(default=1, ge=1, le=4096)
     """Engines to start."""
@@ -77,7 +79,8 @@ class ServingConfig(Section):
     """Ranks of one engine."""
 
     gpus: tuple[int, ...] | None = None
-    """GPUs for these engines, by index among the visible ones; none takes the last that trainer and engines leave."""
+    """GPUs for these engines, by index among those that the job sees on the node of rank 0. none: the last GPUs that no
+    trainer rank uses."""
 
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Size of the KV pool in tokens; none: as for the trained model's engines by default."""
@@ -90,8 +93,8 @@ class ServingConfig(Section):
 
 
 class ServedModelConfig(ServingConfig):
-    """A model that is served under a name of your choosing and never changes, behind a router of its own: a judge, or a
-    reference."""
+    """A model that is served beside the trained one, behind a router of its own, and never changes: a judge, or a
+    reference. You choose its name."""
 
     path: Path | None = None
     """Hugging Face directory; none: model.path, the policy as it was at the start."""
@@ -101,21 +104,23 @@ class ServedModelConfig(ServingConfig):
 
 
 class EvalFleetConfig(ServingConfig):
-    """Engines for evaluation only, with a router of their own: started at the first evaluation, and brought to a
-    checkpoint before each, so that an evaluation holds up no publication. Without it the training engines evaluate."""
+    """Engines for evaluation only, with a router of their own. They start at the first evaluation, and load a
+    checkpoint before each, so that an evaluation holds up no publication. Without them the training engines
+    evaluate."""
 
 
 class HealthConfig(Section):
-    """Probes that find engines and routers that live and do not answer."""
+    """Probes that find engines and routers that run but do not answer."""
 
     interval_s: float = Field(default=10.0, gt=0)
-    """Pause between two probes of one engine. None is made while it is paused, updated or offloaded."""
+    """Pause between two probes of one engine. It is not probed while it is paused, updated or offloaded."""
 
     timeout_s: float = Field(default=20.0, gt=0)
-    """Longest wait for the answer. An engine answers once any token has been made, so a busy one is a healthy one."""
+    """Longest wait for the answer. An engine answers as soon as it makes any token, so a busy engine counts as
+    healthy."""
 
     failures: int = Field(default=3, ge=1)
-    """Failed probes in a row after which it is killed and started again."""
+    """Failed probes in a row after which a process is killed and started again."""
 
 
 class RouterConfig(Section):
@@ -127,16 +132,18 @@ class RouterConfig(Section):
     policy: Literal["round_robin", "random", "manual", "cache_aware", "least_load", "consistent_hashing"] = (
         "round_robin"
     )
-    """How the router picks an engine. manual: by routing key, see sticky. Only smg: cache_aware (the engine that holds
-    the longest prefix of the prompt), least_load, consistent_hashing (by routing key; a new engine takes keys over)."""
+    """How the router picks an engine. manual: by routing key, see sticky. With smg only: cache_aware (the engine that
+    holds the longest prefix of the prompt), least_load, consistent_hashing (by routing key; a new engine takes some
+    keys over)."""
 
     sticky: Literal["off", "group", "sample"] = "off"
-    """What shares a routing key, and so an engine for as long as that lives: the samples of a prompt (they share its
-    KV), or the requests of a sample (turns of a conversation, attempts). Needs policy manual or consistent_hashing."""
+    """Requests that share a routing key, and so an engine while it lives. group: those of all samples of a prompt,
+    which share its KV. sample: those of one sample (turns of a conversation, attempts). Needs policy manual or
+    consistent_hashing."""
 
     assignment: Literal["min_load", "min_group", "random"] = "min_load"
-    """Where policy manual puts a new key: the engine with the fewest requests, with requests of the fewest keys, or
-    any."""
+    """Which engine gets a new key under policy manual: the one with the fewest requests, the one whose requests have
+    the fewest keys, or any."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port on loopback; none picks a free one. A given port that is taken is an error."""
@@ -148,12 +155,13 @@ class RouterConfig(Section):
     """Pause between two looks at an engine's /ping, which answers while the engine is paused too."""
 
     health_failures: int = Field(default=3, ge=1)
-    """Looks in vain in a row after which an engine gets no requests; it gets some again after one that succeeds."""
+    """Failed looks in a row after which an engine gets no requests. It gets some again after one that succeeds."""
 
     breaker_failures: int | None = Field(default=None, ge=1)
-    """Failed requests in a row that open an engine's circuit: it then gets nothing for a minute; none: no circuits.
-    They punish healthy engines: sglang-router counts 4xx, so that ten over-long prompts each shut the whole fleet; both
-    routers count the 503 of a full queue. Dead engines are taken out at once, and hung ones by their health."""
+    """Failed requests in a row after which the router sends an engine nothing for a minute: its circuit is open. none:
+    no circuits. Circuits punish healthy engines: sglang-router counts 4xx, so that ten over-long prompts for each
+    engine shut the whole fleet, and both routers count the 503 of a full queue. Without circuits, dead engines are
+    still taken out at once, and hung ones by their health."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Any other argument of the router, by its name with underscores (for example {max_concurrent_requests = 512});

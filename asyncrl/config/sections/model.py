@@ -1,4 +1,4 @@
-"""Which model is trained, and in which numbers."""
+"""The model that is trained, and the numbers that it is computed with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelConfig(Section):
     """Dotted path `package.module:function` called with `path` to create the model where it does not exist."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Numbers of trainer and engine alike; auto is float32 on CPU and bfloat16 on GPU."""
+    """The numbers that trainer and engines compute with; auto: float32 on CPU, bfloat16 on GPU."""
 
     context_length: int | None = Field(default=None, ge=2)
-    """Longest prompt + response in tokens; none takes the model's own limit."""
+    """Longest prompt + response in tokens; none: the model's own limit."""

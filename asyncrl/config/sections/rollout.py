@@ -34,40 +34,40 @@ class RolloutConfig(Section):
     """Strings that end a response besides the model's own end tokens; each must be one token."""
 
     ignore_eos: bool = False
-    """Sample to max_new_tokens whatever comes (the engine then ignores all stop tokens too)."""
+    """Always sample max_new_tokens tokens. (The engine then ignores all stop tokens too.)"""
 
     concurrency: int = Field(default=256, ge=1)
     """Requests in flight at once."""
 
     adaptive_concurrency: bool = False
-    """Keep fewer than that in flight while engines queue requests or run out of KV memory: less when one is found
-    overloaded, less again once that has had its effect, slowly more afterwards. Works with engines of ours and others'
-    alike."""
+    """Keep fewer than that in flight while engines queue requests or run out of KV memory: fewer when an engine is
+    found overloaded, fewer again once that has had its effect, slowly more afterwards. Works with external engines
+    too."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for one response. Time in which engines are paused, by an update of the weights or while the trainer
-    has the GPUs that they share, does not count."""
+    """Longest wait for one response. Time does not count while engines are paused, for an update of the weights or
+    because the trainer has the GPUs that they share."""
 
     request_retries: int = Field(default=4, ge=0)
-    """Attempts after the first for a request whose connection broke, or that got a 5xx or no answer in time. What is
-    refused for now (429, 503) is waited out instead, request_timeout_s in all; what is wrong (4xx) fails at once."""
+    """Attempts after the first for a request whose connection broke, or that got a 5xx or no answer in time. A request
+    that is refused for now (429, 503) waits instead, request_timeout_s in all. A wrong request (4xx) fails at once."""
 
     max_staleness: int | None = Field(default=None, ge=0)
-    """Most optimizer steps between the weights that made a token and those that it trains; a hard bound. How far
-    train_async.py generates ahead follows from it. none: the least that works, train.minibatches *
+    """Most optimizer steps between the weights that made a token and the weights that it trains: a hard bound, from
+    which follows how far train_async.py generates ahead. none: the least that works, train.minibatches *
     train.batch_epochs * train.update_weights_interval - 1, which is 0 (synchronous) where all three are 1."""
 
     straggler: Literal["wait", "reissue"] = "wait"
-    """A prompt group that would become too old unless it is trained now, and is not finished: wait lets the trainer
-    wait for it; reissue drops what there is of it and issues its prompt again (favours short responses)."""
+    """What happens to an unfinished prompt group that would be too old after this step. wait: the trainer waits for it.
+    reissue: its samples are dropped and its prompt is issued again (favours short responses)."""
 
     filters: tuple[str, ...] = ()
-    """Take finished groups out of training, others take their place: zero_variance (all rewards are equal), or
-    `package.module:function`, called with the SampleGroup and returning None, or the reason to take it out."""
+    """Take finished groups out of training; other groups take their place. zero_variance: if all rewards are equal. Or
+    `package.module:function`, called with the SampleGroup, which returns None or the reason to take it out."""
 
     oversample: int = Field(default=0, ge=0)
-    """Groups generated beyond what a batch needs, so that filters and slow responses do not hold it up. What no batch
-    has room for before it is too old is dropped (favours short responses)."""
+    """Groups generated beyond the size of a batch, so that filters and slow responses do not hold it up. A group for
+    which no batch has room before it is too old is dropped (favours short responses)."""
 
 
 class RewardConfig(Section):
@@ -93,5 +93,5 @@ class RewardConfig(Section):
     driver."""
 
     max_failure_fraction: float = Field(default=0.5, ge=0, le=1)
-    """Failing on more than this fraction of the first batch stops the run. Later, and below it, a sample whose reward
-    fails is left out of its group, and counted in each step's line."""
+    """A reward that fails on more than this fraction of the first batch stops the run. Below it, and later, a sample
+    whose reward fails is left out of its group, and counted in each step's line."""

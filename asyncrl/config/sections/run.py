@@ -13,33 +13,33 @@ from asyncrl.config.sections.inference import EvalFleetConfig
 
 
 class RunConfig(Section):
-    """Where a run writes and how it behaves around the loop."""
+    """Where a run writes, how it shows itself and how it ends."""
 
     dir: Path = Path("runs/run")
     """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
 
     if_exists: Literal["error", "new", "overwrite", "resume"] = "error"
     """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), erase the old
-    run, or resume it: go on from its newest checkpoint (`checkpoint.resume`), from the start where it has none. A run
-    that ended before its first step, leaving nothing but logs, is always replaced."""
+    run, or resume it: go on from its newest checkpoint (`checkpoint.resume`), or from the start if it has none. A run
+    that ended before its first step and left only logs is always replaced."""
 
     export: bool = True
     """Write a Hugging Face export of the final policy into the run directory."""
 
     host: str = "127.0.0.1"
-    """Address that every server of the job binds to, and under which the others find it."""
+    """Address that every server of the job binds to. The job's other processes reach it there."""
 
     display: Literal["auto", "live", "plain"] = "auto"
     """Live table on a terminal, plain lines elsewhere."""
 
     stop_grace_s: float = Field(default=12.0, gt=0)
-    """Longest time to end after SIGINT or SIGTERM before everything is killed. Up to half of it goes to a checkpoint of
-    what was trained since the last one (where `checkpoint.every` keeps any), the rest to disposal."""
+    """Longest time to end after SIGINT or SIGTERM before everything is killed. Up to half of it is for a checkpoint of
+    the steps since the last one (if `checkpoint.every` is set), the rest for ending all processes."""
 
     @field_validator("host")
     @classmethod
     def _no_name(cls, host: str) -> str:
-        """A name may stand for several addresses, of which server and client could choose different ones."""
+        """`localhost` as an address: server and client could choose different ones of those that a name stands for."""
         return "127.0.0.1" if host == "localhost" else host
 
 
@@ -47,7 +47,7 @@ class EvalConfig(Section):
     """Greedy evaluation on held-out prompts."""
 
     every: int | None = Field(default=None, ge=1)
-    """Evaluate before every n-th step; none only at start and end."""
+    """Evaluate before every n-th step; none: only at start and end."""
 
     at_start: bool = True
     """Evaluate before the first step."""
@@ -56,12 +56,12 @@ class EvalConfig(Section):
     """Evaluate after the last step."""
 
     data: DataConfig | None = None
-    """Held-out prompts; none does no evaluation."""
+    """Held-out prompts; none: no evaluation."""
 
     fleet: EvalFleetConfig | None = None
 
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Longest response; none takes rollout.max_new_tokens."""
+    """Longest response in tokens; none: rollout.max_new_tokens."""
 
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
@@ -73,10 +73,11 @@ class EvalConfig(Section):
     """A sample counts as correct when its reward is at least this; accuracy is the mean of that."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest evaluation; past it the point is skipped with a reason."""
+    """Longest evaluation; a longer one is a skipped point with a reason."""
 
     def due(self, step: int, first_step: int) -> bool:
-        """Whether to evaluate after `step` trained steps, before the next one; this attempt began at `first_step`."""
+        """Whether to evaluate after `step` trained steps, before the next one; the attempt began at
+        `first_step`."""
         if self.data is None:
             return False
         return self.at_start if step == first_step else self.every is not None and step % self.every == 0

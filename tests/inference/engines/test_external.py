@@ -212,7 +212,7 @@ async def test_it_is_stopped_and_started_like_others_but_lives_on(start_fleet: S
 
 async def test_one_that_is_not_there_is_named_with_its_url(start_fleet: StartFleet) -> None:
     layout = replace(cpu_layout(0), external=(ExternalEngine("external-0", "http://127.0.0.1:9", "broadcast"),))
-    async with start_fleet(0, layout=layout, engine={"start_timeout_s": 0.3}) as fleet:
+    async with start_fleet(0, layout=layout, engine={"start_timeout_s": 3.0}) as fleet:
         with pytest.raises(EngineError, match=r"is an engine running at http://127\.0\.0\.1:9\? last: .*Connect"):
             await fleet.controller.wait_ready()
 
