@@ -78,7 +78,7 @@ class TokenInputs:
     mask: Tensor
     """bool [R]: False for a token that takes no part in the loss, whatever its values."""
     columns: Mapping[str, Tensor]
-    """float32 [R] each, by name: what `columns` returned for these tokens."""
+    """float32 [R] each, by name: those of `Algorithm.columns`, and those that the batch came with."""
     sequence: Tensor
     """int64 [R]: the sequence of each token in the batch."""
     sample: Tensor

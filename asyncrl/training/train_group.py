@@ -155,7 +155,7 @@ class TrainGroup:
         if not self._config.debug.train_only:  # a replay trains saved batches as they are
             self._bound.check(batch)
         columns = await self._columns(batch)
-        batch = replace(batch, columns=columns.tokens)
+        batch = replace(batch, columns={**batch.columns, **columns.tokens})
         metrics = await self._train(rollout_id, commands.Train(ACTOR), batch)
         return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
 

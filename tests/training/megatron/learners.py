@@ -22,7 +22,7 @@ class WholeLearner(Learner):
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
         columns = self._algorithm.columns(batch)
-        metrics = super().train(replace(batch, columns=columns.tokens))
+        metrics = super().train(replace(batch, columns={**batch.columns, **columns.tokens}))
         return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
 
 

@@ -478,3 +478,16 @@ def test_a_trainer_without_engines_has_nobody_to_publish_to() -> None:
             await group.update_weights()
 
     run_world(scenario, world_size=1)
+
+
+def test_the_columns_of_the_algorithm_and_those_that_the_batch_came_with_reach_every_rank() -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        batch = dataclasses.replace(make_batch(), columns={"weight": torch.linspace(1, 2, 9)})
+        return await group.train(0, batch)
+
+    metrics = run_world(scenario).value
+    assert metrics["train/column_sum.weight"] == pytest.approx(2 * 13.5)
+    advantage = 0.5 / (0.5**0.5 + 1e-6)  # rewards 0 and 1: their mean is 0.5, their standard deviation sqrt(0.5)
+    assert metrics["train/column_sum.advantages"] == pytest.approx(2 * advantage * (4 - 5))
+    assert metrics["train/groups_without_signal"] == 0.0
