@@ -31,7 +31,8 @@ class Changes:
         state = ...                     # whoever changes the state
         changes.notify()
 
-    A change that nobody waits for is not remembered, so look at the state before each wait.
+    A change that nobody waits for is not remembered. So look at the state before each wait, in the task that waits: a
+    change between the look and the start of another task is lost.
     """
 
     __slots__ = ("_next",)

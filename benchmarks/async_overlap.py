@@ -2,18 +2,19 @@
 
     python benchmarks/async_overlap.py [--step-s 5] [--steps 12]
 
-The engine answers over HTTP after a time in proportion to the length of the response (log-normal, sigma 0.8), 64 at
-once; 32 groups of 8 make a batch. T_gen is the time that a batch takes alone, as in the synchronous loop; the trainer
-takes as long (T_train = mean T_gen), and an update of the weights, which stops the engine, 2 % of that. Compared are
-the synchronous loop (max_staleness 0) and generation ahead (1 and 3), each twice:
+The engine answers over HTTP after a time in proportion to the length of the response (log-normal, sigma 0.8). It serves
+64 requests at once; a batch is 32 groups of 8. T_gen is the time that a batch takes alone, as in the synchronous loop.
+The trainer takes as long (T_train = mean T_gen). An update of the weights stops the engine for 2 % of that. The
+benchmark compares the synchronous loop (max_staleness 0) with generation ahead (1 and 3), each with two kinds of
+lengths:
 
-- *same*: the responses of all batches have the same lengths in the same order, so that T_gen is a constant;
-- *drawn*: lengths are drawn independently. T_gen then varies much, since the longest of 256 responses alone takes most
-  of it, and whoever waits for each batch pays the mean of the larger of two times, not the larger of their means.
+- *same*: all batches have the same response lengths in the same order, so T_gen is constant.
+- *drawn*: lengths are drawn independently. T_gen then varies much, because the longest of 256 responses takes most of
+  it. A loop that waits for each batch pays the mean of the larger of two times, not the larger of their means.
 
-`over max` is the wall time over the sum of max(T_gen, T_train) of the same batches, `over mean` that over the larger of
-the means. Every batch is checked against its bound. `starved` is the share of time in which this process had work and
-got no CPU (it uses a tenth of a core): on a shared machine that, too, makes a trainer wait.
+`over max` is the wall time over the sum of max(T_gen, T_train) of the same batches. `over mean` is the wall time over
+the larger of the means. Every batch is checked against its staleness bound. `starved` is the share of time in which
+this process had work and got no CPU (it uses a tenth of a core). On a shared machine that also makes the trainer wait.
 
 Prints a table and writes benchmarks/results/async_overlap.json.
 """
@@ -49,11 +50,12 @@ ROOT = Path(__file__).parents[1]
 GROUPS, SAMPLES, SLOTS, SIGMA, UPDATE = 32, 8, 64, 0.8, 0.02
 MODES = (0, 1, 3)
 FILL = max(MODES) + 1
-"""First steps, in which the pipeline fills; not counted."""
+"""Number of first steps that do not count, because the pipeline fills during them."""
 TOKENS = 32
-"""Of every answer: its length is a matter of time here."""
+"""Tokens of every answer. Here the length of a response only decides how long it takes."""
 MOST_OVER_MAX, LEAST_RATIO, MOST_IDLE = 1.05, 1.8, 0.05
-"""Aims: wall per step over max(T_gen, T_train) at 1; synchronous over asynchronous at 1; the trainer's wait at 3."""
+"""Aims: wall time per step over max(T_gen, T_train) at staleness 1; synchronous over asynchronous time at 1; the
+trainer's share of waiting at 3."""
 
 TICK_S = 0.01
 
@@ -61,7 +63,7 @@ Draw = Literal["same", "drawn"]
 
 
 class Lengths:
-    """Relative lengths of responses, mean 1, by group and sample."""
+    """Relative lengths of responses, with mean 1, by group and sample."""
 
     def __init__(self, draw: Draw, seed: int = 0) -> None:
         self._draw, self._seed = draw, seed
@@ -77,12 +79,12 @@ class Lengths:
 
 
 class Engine:
-    """Serves /generate; a response of length 1 takes `unit_s`, during which an update does not count."""
+    """Serves /generate. A response of length 1 takes `unit_s`, without the time of updates."""
 
     def __init__(self, lengths: Lengths, unit_s: float) -> None:
         self.version = "0.0"
         self.busy_s = 0.0
-        """Slot-seconds of work."""
+        """Slot-seconds of work done so far."""
         self._lengths, self._unit_s = lengths, unit_s
         self._slots = anyio.Semaphore(SLOTS, fast_acquire=True)
         self._paused = anyio.Event()
@@ -91,7 +93,7 @@ class Engine:
 
     @asynccontextmanager
     async def update(self, version: str) -> AsyncIterator[None]:
-        """Stops, as a pause with `retract` does, and goes on with the new version."""
+        """Stops generation during the body, as a pause with `retract` does; then goes on with the new version."""
         self._resumed = anyio.Event()
         self._paused.set()
         yield
@@ -124,7 +126,7 @@ class Engine:
 
 
 class Starvation:
-    """Counts the seconds by which a timer comes late although the process does nothing meanwhile."""
+    """Counts the seconds by which a timer is late although the process does nothing in that time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -138,7 +140,7 @@ class Starvation:
 
 
 class Bench:
-    """What all runs share."""
+    """The parts that all runs share."""
 
     def __init__(self, model: Path, prompts: Path, unit_s: float, starvation: Starvation) -> None:
         self._starvation = starvation
@@ -147,7 +149,7 @@ class Bench:
 
     @asynccontextmanager
     async def executor(self, draw: Draw, max_staleness: int) -> AsyncIterator[tuple[Engine, RolloutExecutor, Bound]]:
-        """A started executor in front of an engine of its own."""
+        """Starts an engine, and an executor in front of it."""
         engine = Engine(Lengths(draw), self._unit_s)
         app = web.Application()
         app.router.add_post("/generate", engine.generate)
@@ -186,7 +188,7 @@ class Bench:
             await runner.cleanup()
 
     async def alone(self, draw: Draw, batches: int) -> list[float]:
-        """Seconds to generate each of the first batches with nothing else to do."""
+        """Returns the seconds to generate each of the first batches, with no training meanwhile."""
         async with self.executor(draw, 0) as (engine, executor, _):
             times = []
             for step in range(batches):
@@ -198,7 +200,7 @@ class Bench:
             return times
 
     async def loop(self, draw: Draw, max_staleness: int, t_gen: Sequence[float]) -> dict[str, Any]:
-        """Steps as train.py or train_async.py take them, one for each batch that `t_gen` tells the time of."""
+        """Takes steps as train.py or train_async.py do, one for each batch in `t_gen` (its seconds alone)."""
         t_train = statistics.fmean(t_gen)
         update_s = UPDATE * t_train
         waits: list[float] = []
@@ -251,7 +253,7 @@ async def run_all(step_s: float, steps: int) -> list[dict[str, Any]]:
         async with anyio.create_task_group() as tasks:
             starvation = Starvation()
             tasks.start_soon(starvation.watch)
-            # Four mean lengths deep in the slots, and the longest response takes some seven.
+            # Each slot serves four responses of mean length, and the longest response takes about seven mean lengths.
             bench = Bench(work / "model", Path(prompts), step_s / 9, starvation)
             for draw in get_args(Draw):
                 t_gen = await bench.alone(draw, FILL + steps)
@@ -272,6 +274,7 @@ HEADER = (
 
 
 def show(row: Mapping[str, Any]) -> None:
+    """Prints one row of the table."""
     print(
         f"{row['lengths']:8}{row['max_staleness']:10}{row['wall_per_step_s']:9.3f}{row['over_max']:10.3f}"
         f"{row['over_mean']:11.3f}{row['ratio_to_sync']:9.2f}{row['trainer_waits']:8.1%}{row['trainer_updates']:9.1%}"

@@ -1,4 +1,4 @@
-"""The demo by an outside clock: with its own learning rate and with none, and its export under transformers.
+"""The demo, timed from outside, with its own learning rate and with 0; and the accuracy of its export in transformers.
 
     python benchmarks/demo.py [--lr0] [--accuracy EXPORT]
 
@@ -23,7 +23,7 @@ RECIPE = ROOT / "entrypoints" / "recipes" / "demo.toml"
 
 
 def run_demo(work: Path, name: str, *options: str) -> dict[str, Any]:
-    """One run under torchrun: the summary's figures, the wall time, and the accuracy of the export."""
+    """Runs the demo under torchrun; returns the summary's figures, the wall time, and the accuracy of the export."""
     run = work / name
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [*launcher, str(ROOT / "entrypoints" / "train.py"), "@", str(RECIPE), *options]
@@ -44,7 +44,7 @@ def run_demo(work: Path, name: str, *options: str) -> dict[str, Any]:
 
 
 def export_accuracy(export: Path) -> float:
-    """Greedy exact-match accuracy on the held-out prompts."""
+    """Returns the greedy exact-match accuracy on the held-out prompts."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

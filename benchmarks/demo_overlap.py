@@ -3,12 +3,13 @@
     python benchmarks/demo_overlap.py [--steps 30] [--rounds 3]
 
 Each round runs the demo with train.py (synchronous) and with train_async.py at a staleness of up to 1 and 3. The
-synchronous run tells what a batch and a step take alone: T_gen is its mean wait for a batch, T_train its mean training.
-The engine is bound to the last core; trainer and executor (one process, one thread of computing), the router and the
-rest run where the system puts them. The first steps, in which pipelines fill and caches warm up, do not count.
+synchronous run shows how long generation and training take alone: T_gen is its mean wait for a batch, T_train its mean
+training time. The engine is bound to the last core. The system places the other processes: trainer and executor (one
+process, one computing thread), the router and the rest. The first steps do not count, because pipelines fill and caches
+warm up in them.
 
-`over max` is the time of a step over max(T_gen, T_train) of the same round. Where the rest goes is in the columns: the
-wait for a batch, training, publishing the weights. Prints a table and writes benchmarks/results/demo_overlap.json.
+`over max` is the time of a step over max(T_gen, T_train) of the same round. The columns split a step into the wait for
+a batch, training, and publishing the weights. Prints a table and writes benchmarks/results/demo_overlap.json.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "demo_overlap.json"
 SYNCHRONOUS = "synchronous"
 RUNS = {SYNCHRONOUS: ("train.py", 0), "staleness <= 1": ("train_async.py", 1), "staleness <= 3": ("train_async.py", 3)}
 SKIPPED = 5
-"""Steps that do not count."""
+"""Number of first steps that do not count."""
 PARTS = ("step", "wait", "train", "publish")
 AIM = 1.15
 
 
 def run_demo(work: Path, name: str, steps: int) -> dict[str, float]:
-    """Mean seconds of each part of a step."""
+    """Runs the demo; returns the mean seconds of each part of a step."""
     entry, staleness = RUNS[name]
     engine_cpu = max(os.sched_getaffinity(0))
     run = work / f"run-{len(list(work.iterdir()))}"
@@ -62,13 +63,17 @@ def run_demo(work: Path, name: str, steps: int) -> dict[str, float]:
 
 
 def seconds_of(line: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a step without evaluations. The wait for a batch is `generate` where nothing is generated ahead."""
+    """Returns the seconds of each part of a step, without evaluations.
+
+    The synchronous loop generates nothing ahead, so there the wait for a batch is `generate`.
+    """
     wait_s = line["time/wait_s"] if "time/wait_s" in line else line["time/generate_s"]
     step_s = line["time/step_s"] - line.get("time/eval_s", 0.0)
     return {"step": step_s, "wait": wait_s, "train": line["time/train_s"], "publish": line["time/publish_s"]}
 
 
 def over_max(row: Mapping[str, float], alone: Mapping[str, float]) -> float:
+    """Returns the time of a step over the larger of generation and training alone."""
     return row["step"] / max(alone["wait"], alone["train"])
 
 
@@ -96,6 +101,7 @@ def main() -> None:
 
 
 def figures(row: Mapping[str, float]) -> str:
+    """Formats one row of the table."""
     parts = f"{row['step']:8.2f}{row['wait']:8.2f}{row['train']:8.2f}{row['publish']:9.2f}"
     return f"{parts}{row['over_max']:10.2f}{row['ratio_to_sync']:11.2f}"
 

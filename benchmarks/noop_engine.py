@@ -1,9 +1,10 @@
-"""An engine that does nothing: answers every POST with one prepared /generate body, at once or after a time.
+"""An engine that does nothing: it answers every POST with the same prepared /generate body, at once or after a delay.
 
     python benchmarks/noop_engine.py [--tokens 1000] [--latency-s 1 --jitter 0.5] [--cpu 1] [--parent PID]
 
-Prints its port. With `--parent` it ends with that process, however that ends. What is measured against it must not be
-its own limit, so it is a bare protocol on uvloop that looks for the end of a request and reads nothing of it.
+Prints its port. With `--parent` it ends with that process, in whatever way that ends. It must be faster than the
+clients that are measured against it. So it is a bare protocol on uvloop, which finds the end of a request and does not
+read it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ import anyio
 from asyncrl.host.proc import die_with_parent
 
 VOCABULARY = 151_936
-"""Ids are drawn from below it: as many digits as those of a current model."""
+"""Upper bound of the ids. They then have as many digits as those of a current model."""
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _WORDS = ("the ", "of ", "sum ", "=", " 12", "\n", "so ", "we ", "have ", "x", "²", ". ")
 
 
 def body(tokens: int) -> bytes:
-    """An answer with the engine's field names; log-probs are float32 values written out as float64, as it does."""
+    """Returns an answer with the engine's fields. Like the engine, it writes float32 log-probs with float64 digits."""
     dice = random.Random(0)
     ids = [dice.randrange(100, VOCABULARY) for _ in range(tokens)]
-    # two kinds of tokens, as of a trained policy: nearly certain ones and open choices
+    # A trained policy makes two kinds of tokens: almost certain ones and open choices.
     logprobs = [float32(-dice.expovariate(dice.choice((1.5, 1.5, 200.0)))) for _ in range(tokens)]
     answer = {
         "text": "".join(dice.choice(_WORDS) for _ in range(tokens)),
@@ -54,11 +55,12 @@ def body(tokens: int) -> bytes:
 
 
 def float32(value: float) -> float:
+    """Rounds to the nearest float32."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 class Answering(asyncio.Protocol):
-    """One connection; requests that came together are answered each."""
+    """One connection. It answers each request, also several that arrive together."""
 
     def __init__(self, answer: bytes, latency_s: Callable[[], float]) -> None:
         self._answer, self._latency_s = answer, latency_s
@@ -86,6 +88,7 @@ class Answering(asyncio.Protocol):
 
 
 async def serve(tokens: int, latency_s: float, jitter: float) -> None:
+    """Prints the port and serves until the process ends."""
     content = body(tokens)
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     answer = head.encode() + content
@@ -106,7 +109,7 @@ def main() -> None:
     parser.add_argument("--latency-s", type=float, default=0.0, help="mean time to an answer")
     parser.add_argument("--jitter", type=float, default=0.0, help="latency is uniform in mean * (1 +- jitter)")
     parser.add_argument("--cpu", type=int, help="the core to run on")
-    parser.add_argument("--parent", type=int, help="pid of who started it, and with whom it ends")
+    parser.add_argument("--parent", type=int, help="pid of the process with which it ends")
     arguments = parser.parse_args()
     if arguments.parent is not None:
         die_with_parent(arguments.parent)

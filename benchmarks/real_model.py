@@ -1,10 +1,10 @@
-"""Whether a real model improved, from the metrics of a finished run.
+"""Checks from the metrics of a finished run whether a real model improved.
 
     torchrun --nproc-per-node 1 entrypoints/train.py @ entrypoints/recipes/smollm2.toml
     python benchmarks/real_model.py runs/smollm2
 
-Compares the mean reward of the last 5 steps with that of the first 5, in standard errors of that difference (from the
-spread among the steps). Prints a table, copies the curve to docs/ and writes benchmarks/results/real_model.json.
+Compares the mean reward of the last 5 steps with that of the first 5, in standard errors of the difference (from the
+variance among the steps). Prints a table, copies the curve to docs/ and writes benchmarks/results/real_model.json.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _elapsed(steps: list[dict[str, float]]) -> list[float]:
-    """Seconds from the beginning of the first step to the end of each."""
+    """Returns the seconds from the beginning of the first step to the end of each step."""
     begun = steps[0]["time"] - steps[0]["time/step_s"]
     return [line["time"] - begun for line in steps]
 

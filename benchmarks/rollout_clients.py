@@ -1,9 +1,9 @@
 """Three clients that keep an engine busy, for benchmarks/rollout_throughput.py: a bare loop, httpx, and ours.
 
-All send the same prompts with the same sampling. The bare loop has answers as typed Python objects (text, ids, the
-triples of log-prob, id and text, what describes them) and does nothing with them. httpx is used as most projects of
-this field use it: one client with limits as wide as the concurrency, `json()`, lists picked out of the dictionaries.
-Ours is the whole executor, up to committed batches of tensors.
+All send the same prompts with the same sampling. The bare loop decodes answers to typed Python objects (text, ids,
+triples of log-prob, id and text, metadata) and does nothing with them. The httpx client works as in most projects of
+this field: one client whose connection limit is the concurrency, `json()`, lists taken from the dictionaries. Ours is
+the whole executor, up to committed batches of tensors.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the engine."""
+    """The load on the engine."""
 
     url: str
     in_flight: int
     groups: int
-    """Prompts of a batch."""
+    """Prompts in a batch."""
     samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
     max_new_tokens: int
     prompts: Path
-    """A file of lines with `prompt`."""
+    """File of JSON lines with a field `prompt`."""
     tokenizer: PolicyTokenizer
     work: Path
-    """Directory for what a client writes."""
+    """Directory for the files that a client writes."""
     ahead: int = 0
-    """Batches that the executor generates beyond the one that is asked for; the others never stop."""
+    """Batches that the executor generates ahead of the requested one. The other clients never stop to generate."""
 
     @property
     def batch(self) -> int:
+        """Samples in a batch."""
         return self.groups * self.samples
 
     def request(self, number: int, token_ids: list[int]) -> dict[str, Any]:
-        """The body of one request."""
+        """Returns the body of one request."""
         return {
             "rid": f"bench-{number:08d}",
             "input_ids": token_ids,
@@ -62,7 +63,7 @@ class Load:
         }
 
     def token_ids(self) -> Iterator[list[int]]:
-        """Of the prompts in turn, each `samples` times, for ever."""
+        """Yields the ids of the prompts in turn, each `samples` times, without end."""
         lines = [msgspec.json.decode(line)["prompt"] for line in self.prompts.read_bytes().splitlines()]
         encoded = [ids.tolist() for ids in self.tokenizer.encode(lines, add_special_tokens=False)]
         for ids in itertools.cycle(encoded):
@@ -70,12 +71,12 @@ class Load:
 
 
 Run = Callable[[Callable[[int], None], int | None], Awaitable[None]]
-"""Generates a number of batches, or for ever with None; calls the first argument with how many samples were done."""
+"""Generates a number of batches (None: without end); calls its first argument with the number of samples just done."""
 Client = Callable[[Load], AbstractAsyncContextManager[Run]]
 
 
 def in_slots(load: Load, sample: Callable[[dict[str, Any]], Awaitable[None]]) -> Run:
-    """Runs `sample` in `load.in_flight` tasks, each of which begins the next one as it ends one."""
+    """Runs `sample` in `load.in_flight` tasks; each task begins its next sample when it has finished one."""
     token_ids = load.token_ids()
 
     async def run(done: Callable[[int], None], batches: int | None) -> None:
@@ -111,7 +112,7 @@ class _Answer(msgspec.Struct):
 
 @asynccontextmanager
 async def bare(load: Load) -> AsyncIterator[Run]:
-    """aiohttp and a typed msgspec decoder, nothing else."""
+    """The bare loop: aiohttp and a typed msgspec decoder."""
     decoder = msgspec.json.Decoder(_Answer)
     url, headers = f"{load.url}/generate", {"Content-Type": "application/json"}
     connector = aiohttp.TCPConnector(limit=load.in_flight)
@@ -126,6 +127,7 @@ async def bare(load: Load) -> AsyncIterator[Run]:
 
 @asynccontextmanager
 async def usual_httpx(load: Load) -> AsyncIterator[Run]:
+    """httpx, as most projects of this field use it."""
     limits = httpx.Limits(max_connections=load.in_flight, max_keepalive_connections=load.in_flight)
     async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(TIMEOUT_S)) as client:
 
@@ -142,7 +144,7 @@ async def usual_httpx(load: Load) -> AsyncIterator[Run]:
 
 @asynccontextmanager
 async def executor(load: Load) -> AsyncIterator[Run]:
-    """asyncrl's own, with its ledger in a file; every sample passes through all of it."""
+    """asyncrl's executor, with its event log in a file; every sample passes through all of its parts."""
     config = Config.model_validate(
         {
             "model": {"path": load.tokenizer.source},

@@ -1,4 +1,4 @@
-"""How much later a job's first rollout comes than the first generation of its engine started alone.
+"""How much longer a job takes to its first rollout than its engine alone takes to its first generation.
 
     python benchmarks/startup.py [--pairs 3]
 
@@ -33,6 +33,7 @@ TIMEOUT_S = 300.0
 
 
 def options(model: Path, run: Path) -> list[str]:
+    """Returns the command line of a short job: one step, without warm-up, evaluation and export."""
     recipe = str(ROOT / "entrypoints" / "recipes" / "demo.toml")
     chosen = {
         "model.path": model,

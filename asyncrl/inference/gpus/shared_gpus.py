@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import anyio
 import structlog
@@ -65,9 +66,12 @@ class SharedGpus:
             with waiting(
                 "end of the trainer's turn on its GPUs", f"the loop, for {engine.engine_id}", self._patience_s
             ):
-                while self.keeps_out(engine) and not unwanted.is_set():
-                    await first_of(self._changes.wait, unwanted.wait)
+                await first_of(partial(self._wait_while_kept_out, engine), unwanted.wait)
         except TimeoutError as error:
             raise EngineError(
                 f"{engine.engine_id} is not started again: {error}; await onload() after training"
             ) from error
+
+    async def _wait_while_kept_out(self, engine: ManagedEngine) -> None:
+        while self.keeps_out(engine):
+            await self._changes.wait()
