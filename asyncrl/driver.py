@@ -189,12 +189,14 @@ async def _run(
 
 
 async def _keep_what_is_safe(job: Job, leave_by: float | None) -> None:
-    """After a signal: calls `job.on_stop_now`, in half of the grace. The other half is for the disposal.
+    """After a signal: calls `job.on_stop_now`, within `checkpoint_grace_s`. The rest of the grace is for the disposal.
 
     The time in which the loop itself ended counts too, for instance the end of a publication.
     """
-    half_s = job.config.run.stop_grace_s / 2
-    left_s = half_s if leave_by is None else max(leave_by - half_s - time.monotonic(), 0.0)
+    run = job.config.run
+    left_s = run.checkpoint_grace_s
+    if leave_by is not None:
+        left_s = max(leave_by - (run.stop_grace_s - run.checkpoint_grace_s) - time.monotonic(), 0.0)
     with anyio.move_on_after(left_s):
         for keep in job.on_stop_now:
             await keep()

@@ -79,9 +79,9 @@ class Checkpoints:
         """A signal has ended the loop: saves all steps since the last checkpoint, the step in progress included.
 
         A checkpoint is not begun where the last one took longer than there is time for. On shared GPUs the trainer gets
-        its turn first, wherever the loop was. Says what was not saved; raises nothing that the job may expect.
+        its turn first, wherever the loop was. Says what was not saved. An AsyncRLError is not raised, but said too.
         """
-        now, patience_s = self._trainer.statistics(), self._job.config.run.stop_grace_s / 2
+        now, patience_s = self._trainer.statistics(), self._job.config.run.checkpoint_grace_s
         if not self._settings.every or now.failure is not None:
             return
         step = now.step + 1  # where a step is in progress

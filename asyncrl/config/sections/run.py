@@ -36,6 +36,11 @@ class RunConfig(Section):
     """Longest time to end after SIGINT or SIGTERM before everything is killed. Up to half of it is for a checkpoint of
     the steps since the last one (if `checkpoint.every` is set), the rest for ending all processes."""
 
+    @property
+    def checkpoint_grace_s(self) -> float:
+        """The part of `stop_grace_s` in which a checkpoint may be written; the rest is for ending all processes."""
+        return self.stop_grace_s / 2
+
     @field_validator("host")
     @classmethod
     def _no_name(cls, host: str) -> str:
