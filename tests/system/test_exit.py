@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.jobs import StartedJob, job, write_recipe
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(800)]
 
 LIMIT_S = 15.0
 
@@ -64,13 +64,13 @@ def reach(started: StartedJob, moment: str) -> None:
         time.sleep(float(moment.split("+")[1]))
         started.note_ports()
         return
-    started.wait_for_event("weights_published", 400)
+    started.wait_for_event("weights_published", 300)
     started.note_ports()
     if moment == "update":  # it takes milliseconds, or for ever when the engine's scheduler stands still
-        started.wait_for("training", lambda: is_in(started, "train"), 400)
+        started.wait_for("training", lambda: is_in(started, "train"), 300)
         [scheduler] = [member for member in started.members() if "sglang::schedul" in member.name()]
         scheduler.suspend()
-    started.wait_for(moment, lambda: is_in(started, moment), 400)
+    started.wait_for(moment, lambda: is_in(started, moment), 300)
 
 
 def assert_it_ends(tmp_path: Path, model: Path, way: str, moment: str, ranks: int = 1) -> None:
@@ -94,7 +94,7 @@ def test_a_job_survives_the_death_of_its_only_engine_and_neither_life_of_that_ou
     recipe = write_recipe(tmp_path, tiny_models[0], steps=100_000)
     options = ("--rollout.max-new-tokens", "200", "--rollout.ignore-eos")  # 2 s, so that signals land in it
     with job(recipe, *options, torchrun=1) as started:
-        started.wait_for_event("groups_trained", 400)
+        started.wait_for_event("groups_trained", 300)
         started.note_ports()
         [engine] = [e for e in started.events() if e["kind"] == "process_spawned" and e["name"] == "engine-0"]
         os.kill(engine["pid"], signal.SIGKILL)
