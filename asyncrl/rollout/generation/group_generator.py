@@ -120,7 +120,7 @@ class GroupGenerator:
         self._vocab_size = vocab_size
         self._program = program
         self._tasks: TaskGroup | None = None
-        self._starting = anyio.CancelScope()
+        self._watching = anyio.CancelScope()
         self._groups: dict[_Group, None] = {}
         """Those of the `run`s in progress."""
         self._queue: deque[_Group] = deque()
@@ -129,7 +129,7 @@ class GroupGenerator:
     def start(self, task_group: TaskGroup) -> None:
         """Its tasks live in `task_group` until `aclose`."""
         self._tasks = task_group
-        task_group.start_soon(self._start_workers, task_group, name="slots")
+        task_group.start_soon(self._watch_slots, name="slots")
 
     async def aclose(self) -> None:
         """Each `run` in progress raises RolloutError, and so does every later one. Idempotent."""
@@ -153,7 +153,7 @@ class GroupGenerator:
         group = _Group(group_id, prompt, encoded, observer or Unobserved(), [None] * num_samples)
         self._groups[group] = None
         self._queue.append(group)
-        self._slots.changes.notify()
+        self._fill()
         try:
             await group.ended.wait()
         finally:
@@ -170,21 +170,26 @@ class GroupGenerator:
 
     def _close(self) -> None:
         self._tasks = None
-        self._starting.cancel()
+        self._watching.cancel()
         for group in self._groups:
             group.give_up()
 
-    async def _start_workers(self, task_group: TaskGroup) -> None:
-        """Starts a worker in each slot that is free and wanted."""
+    async def _watch_slots(self) -> None:
+        """Has a worker start in each slot that became free and in which none went on in the same turn of the loop."""
         try:
-            with self._starting:
+            with self._watching:
                 while True:
-                    while self._wanted:
-                        scope = anyio.CancelScope()
-                        task_group.start_soon(self._work, scope, *self._take(scope), name="slot")
                     await self._slots.changes.wait()
+                    self._fill()
         finally:  # also where the task group ends: no `run` is to wait for workers that do not come
             self._close()
+
+    def _fill(self) -> None:
+        """Starts a worker in each slot that is free and wanted."""
+        while self._wanted:
+            assert self._tasks is not None, "a generator that is closed has no samples left to begin"
+            scope = anyio.CancelScope()
+            self._tasks.start_soon(self._work, scope, *self._take(scope), name="slot")
 
     @property
     def _wanted(self) -> bool:
