@@ -303,6 +303,10 @@ def show(result: Mapping[str, Any]) -> None:
         against = median(result, "bare_s") if key == "first" else base
         row = f"{label:34}{median(result, f'{key}_s'):10.3f}{f'{min(times):.3f} - {max(times):.3f}':>18}{pause}"
         print(row + f"{median(result, f'{key}_s') - against:12.3f}{median(result, f'{key}_s') / against:8.2f}")
+    print(
+        f"a copy is on disk {median(result, 'write_s'):.3f} s after its publication, each of the first three "
+        f"{median(result, 'write_new_s'):.3f} s"
+    )
 
 
 async def run_all(smollm2: Path, rounds: int) -> list[dict[str, Any]]:
