@@ -45,4 +45,4 @@ class Job:
     disposal: AsyncExitStack
     """What was built is given back in reverse order, whatever happened."""
     on_stop_now: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Called when a signal has ended the loop, before anything is given back; within `run.checkpoint_grace_s` in all."""
+    """Called when a signal has ended the loop, before anything is given back; all within `run.checkpoint_grace_s`."""
