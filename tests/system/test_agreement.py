@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.rollout.executor import RolloutExecutor
-from asyncrl.training.train_group import TrainGroup
+from asyncrl.training.train_group import Publishing, TrainGroup
+from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transports import make_transport
 from tests.system.conftest import RealFleet, started_fleet
 
@@ -103,13 +105,14 @@ async def check_agreement(fleet: RealFleet, directory: Path, temperatures: tuple
     data.write_text("".join(f'{{"prompt": "count {i} and on"}}\n' for i in range(64)))
     base = config_at(fleet, data, 1.0)
     async with anyio.create_task_group() as tasks:
-        trainer = TrainGroup(
-            base,
-            task_group=tasks,
-            events=fleet.events,
-            fleet=fleet.controller,
+        make_publisher = partial(
+            Publisher,
+            fleet.controller,
             transport=make_transport(base, "broadcast", open_engine=EngineApi.open),
+            events=fleet.events,
         )
+        publishing = Publishing(make_publisher, version_of=lambda step: f"{fleet.events.attempt}.{step}")
+        trainer = TrainGroup(base, task_group=tasks, events=fleet.events, publishing=publishing)
         try:
             await trainer.init()
             await trainer.update_weights()
