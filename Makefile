@@ -31,7 +31,7 @@ types: $(STAMP)
 # For two cores. A lane is one pytest, which waits most of its time; so many run at once that both cores stay busy. The
 # longest come first: a lane that is done makes room for the next one. At most five engines live at once (2.4 GiB each).
 # What no other lane names is in quick-rest, or in system-fleet where it lies in tests/system.
-JOBS    ?= 5
+JOBS    ?= 6
 PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := quick-updates quick-training quick-ends quick-engines quick-rollout quick-rest
 FIRST   := system-fleet system-exit
