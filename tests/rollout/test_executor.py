@@ -96,7 +96,7 @@ async def test_requests_carry_ids_within_the_vocabulary_and_all_end_tokens(
 
 async def test_concurrency_is_bounded_and_used(start_executor: StartExecutor) -> None:
     async with (
-        scripted_engine(lambda request, number: Action(latency_s=0.01)) as engine,
+        scripted_engine(lambda request, number: Action(latency_s=0.2)) as engine,
         start_executor(engine, rollout={"concurrency": 5}) as executor,
     ):
         await executor.get(0)
