@@ -25,7 +25,7 @@ from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transports import make_transport
 from tests.system.conftest import RealFleet, started_fleet
 
-pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(450)]
 
 GREEDY_PROMPTS = [[3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)]
 GREEDY_TOKENS = 32

@@ -14,7 +14,7 @@ import pytest
 
 from tests.system.jobs import refused, write_recipe
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(450)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.jobs import StartedJob, job, write_recipe
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(450)]
 
 LIMIT_S = 15.0
 
@@ -64,13 +64,13 @@ def reach(started: StartedJob, moment: str) -> None:
         time.sleep(float(moment.split("+")[1]))
         started.note_ports()
         return
-    started.wait_for_event("weights_published", 300)
+    started.wait_for_event("weights_published", 240)
     started.note_ports()
     if moment == "update":  # it takes milliseconds, or for ever when the engine's scheduler stands still
-        started.wait_for("training", lambda: is_in(started, "train"), 300)
+        started.wait_for("training", lambda: is_in(started, "train"), 240)
         [scheduler] = [member for member in started.members() if "sglang::schedul" in member.name()]
         scheduler.suspend()
-    started.wait_for(moment, lambda: is_in(started, moment), 300)
+    started.wait_for(moment, lambda: is_in(started, moment), 240)
 
 
 def assert_it_ends(tmp_path: Path, model: Path, way: str, moment: str, ranks: int = 1) -> None:
@@ -94,12 +94,12 @@ def test_a_job_survives_the_death_of_its_only_engine_and_neither_life_of_that_ou
     recipe = write_recipe(tmp_path, tiny_models[0], steps=100_000)
     options = ("--rollout.max-new-tokens", "200", "--rollout.ignore-eos")  # 2 s, so that signals land in it
     with job(recipe, *options, torchrun=1) as started:
-        started.wait_for_event("groups_trained", 300)
+        started.wait_for_event("groups_trained", 240)
         started.note_ports()
         [engine] = [e for e in started.events() if e["kind"] == "process_spawned" and e["name"] == "engine-0"]
         os.kill(engine["pid"], signal.SIGKILL)
         # The one that was on its way may have been finished before.
-        started.wait_for("steps with the new engine", lambda: len(ids(started, "trainer_stepped", "step")) >= 4, 300)
+        started.wait_for("steps with the new engine", lambda: len(ids(started, "trainer_stepped", "step")) >= 4, 240)
         started.wait_for("generation", lambda: is_in(started, "generate"), 60)
         started.note_ports()
         end(started, "Ctrl-C twice")

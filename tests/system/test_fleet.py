@@ -25,7 +25,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.weights.buckets import TensorSpec
 from tests.system.conftest import RealFleet, fleet_config
 
-pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(450)]
 
 PROMPT = [10, 20, 30, 40]
 

@@ -67,7 +67,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(450)
 def test_a_killed_rank_brings_the_gang_back_with_engines_that_hold_the_weights_of_the_checkpoint(recipe: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = subprocess.run(
@@ -91,7 +91,7 @@ def test_a_killed_rank_brings_the_gang_back_with_engines_that_hold_the_weights_o
     assert [e["step"] for e in second if e["kind"] == "step_finished"] == list(range(resumed + 1, 9))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(450)
 def test_a_job_that_is_stopped_in_a_step_and_after_one_loses_none_and_is_taken_up_again(recipe: Path) -> None:
     """Responses take 0.4 s and steps no time, but for the one that a SIGTERM finds in progress."""
     command = [sys.executable, RANK, "@", str(recipe), "--checkpoint.every", "1000", "--rollout.ignore_eos"]

@@ -30,7 +30,7 @@ from tests.system.test_update_under_load import (
 )
 from tests.weights.fakes import ThreadSource
 
-pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(450)]
 
 
 @pytest.fixture

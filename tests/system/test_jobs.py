@@ -11,7 +11,7 @@ import pytest
 
 from tests.system.jobs import job, run, write_recipe
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(450)]
 
 EVALUATION = """
 [eval]
@@ -25,7 +25,7 @@ size = 8
 
 def test_two_ranks_train_evaluate_export_and_leave_nothing(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
     recipe = write_recipe(tmp_path, tiny_models[0], steps=2, extra=EVALUATION.format(data=tmp_path / "prompts.jsonl"))
-    code, output, started = run(recipe, torchrun=2, timeout_s=240)
+    code, output, started = run(recipe, torchrun=2, timeout_s=400)
     assert code == 0, output
 
     metrics = [json.loads(line) for line in (started.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ from asyncrl.weights.transports.tensor import TensorTransport
 from tests.system.conftest import RealFleet
 from tests.weights.fakes import ThreadSource
 
-pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(450)]
 
 PROMPT = [7 + (5 * i) % 50 for i in range(40)]
 TOKENS = 24

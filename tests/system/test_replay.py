@@ -13,7 +13,7 @@ from asyncrl.data.saved_batch import save_batch
 from tests.system.jobs import run, write_recipe
 from tests.training.batches import make_batch
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(450)]
 
 LENGTHS = [(5, 9), (3, 12), (7, 2), (1, 12), (8, 9), (2, 2), (10, 4), (6, 6)]
 

@@ -32,7 +32,7 @@ from asyncrl.weights.transports.broadcast import BroadcastTransport
 from tests.system.conftest import RealFleet
 from tests.weights.fakes import ThreadSource
 
-pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.system, pytest.mark.timeout(450)]
 
 EXACT = 1e-4
 """nat; what engine and transformers may differ by in float32 (measured: 1.2e-5)."""
