@@ -30,14 +30,15 @@ types: $(STAMP)
 
 # For two cores. A lane is one pytest, which waits most of its time; so many run at once that both cores stay busy. The
 # longest come first: a lane that is done makes room for the next one. At most five engines live at once (2.4 GiB each).
-# What no other lane names is in quick-rest, or in system-fleet where it lies in tests/system.
+# What no other lane names is in quick-rest, or in system-fleet where it lies in tests/system. At last, alone, comes what
+# must happen within a second.
 JOBS    ?= 6
 PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := quick-updates quick-training quick-ends quick-engines quick-rollout quick-rest
 FIRST   := system-fleet system-exit
-LAST    := system-jobs system-recovery system-gang types
+LAST    := system-jobs system-gang types
 
-.PHONY: demo test test-fast test-long lint install clean $(FIRST) $(QUICK) $(LAST)
+.PHONY: demo test test-fast test-long lint install clean $(FIRST) $(QUICK) $(LAST) system-recovery
 
 updates   := tests/inference/updates
 training  := tests/training
@@ -54,7 +55,7 @@ fleet     := $(addprefix --ignore=,$(exit) $(jobs) $(gang) $(recovery)) tests/sy
 $(QUICK): quick-%: $(STAMP)
 	$(PYTEST) -m "not long and not system" $($*)
 
-$(filter system-%,$(FIRST) $(LAST)): system-%: $(STAMP)
+$(filter system-%,$(FIRST) $(LAST)) system-recovery: system-%: $(STAMP)
 	$(PYTEST) -m "system and not long" $($*)
 
 test-fast: lint
@@ -62,6 +63,7 @@ test-fast: lint
 
 test: lint
 	$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(FIRST) $(QUICK) $(LAST)
+	$(MAKE) --no-print-directory system-recovery
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200

@@ -1,8 +1,7 @@
-"""A continuous load on a fleet, an account of what became of every request, and of what the machine took from it."""
+"""A continuous load on a fleet, and an account of what became of every request."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,9 +17,6 @@ from asyncrl.rollout.requests.wire import Generation, SamplingParams, encode_pro
 from tests.tiny_model import VOCABULARY
 
 TOKENS = 48
-WAVE_S = 4.0
-"""In calm, one wave of requests comes in so many seconds: a constant load takes the CPU of engines that start."""
-TICK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +38,6 @@ class Load(Unobserved):
     """When a request was sent once more, and its sample id."""
     failures: list[tuple[float, RequestFailed]] = field(default_factory=list)
     stopping: bool = False
-    calm: bool = False
-    """Requests come in waves instead of one after the other."""
-    starved: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when (monotonic seconds) this process did not run although its event loop was due."""
-
-    def starved_s(self, since: float, until: float) -> float:
-        """Seconds between two moments (monotonic) that the machine gave to other processes."""
-        return sum(max(0.0, min(end, until) - max(start, since)) for start, end in self.starved)
-
-    async def watch(self) -> None:
-        """Notes what the machine takes away: the event loop is late, and this process has not computed meanwhile."""
-        while not self.stopping:
-            due, computed = time.monotonic() + TICK_S, time.process_time()
-            await anyio.sleep(TICK_S)
-            now = time.monotonic()
-            start = due + time.process_time() - computed
-            if now - start > TICK_S:
-                self.starved.append((start, now))
 
     def failed(self, failure: RequestFailed) -> None:
         self.failures.append((anyio.current_time(), failure))
@@ -114,10 +92,7 @@ async def continuous_load(router_url: str, requests: int) -> AsyncIterator[Load]
                 generation = await client.generate(f"w{worker:03d}-{number:06d}", prompt, sampling)
                 load.answers.append(Answer(sent_at, generation))
                 number += 1
-                if load.calm:
-                    await anyio.sleep(WAVE_S - anyio.current_time() % WAVE_S)
 
-        task_group.start_soon(load.watch)
         for worker in range(requests):
             task_group.start_soon(one, worker)
         try:

@@ -39,7 +39,7 @@ class Strike:
     fault: str
     detection_s: float
     reissue_s: float | None
-    """Of the last of them that was lost for the first time, without what the machine gave to others; None: of none."""
+    """Of the last of them that was lost for the first time; None where there was none."""
     lost: int
     """Requests that failed of it and were sent again."""
 
@@ -103,23 +103,20 @@ async def strike_and_watch(fleet: RealFleet, load: Load, fault: str, engine: int
                 if at >= lost.get(sample_id, math.inf):
                     sent_again.setdefault(sample_id, at)
             await anyio.sleep(0.1)
-    reissue_s = None
-    if once:
-        last = max(sent_again[sample_id] for sample_id in once)
-        reissue_s = last - detected - load.starved_s(detected, last)
+    reissue_s = max(sent_again[sample_id] for sample_id in once) - detected if once else None
     assert reissue_s is None or reissue_s < REISSUE_LIMIT_S
     return Strike(fault, round(detected - struck_at, 3), None if reissue_s is None else round(reissue_s, 3), len(lost))
 
 
-async def recovery(fleet: RealFleet, load: Load, *, calm: bool = False) -> float:
-    """Publishes new weights while engines are away, waits until all serve them; seconds. `calm`: beside less load."""
+async def recovery(fleet: RealFleet, load: Load) -> float:
+    """Publishes new weights while engines are away and waits until all serve them; seconds."""
     began = anyio.current_time()
-    answers, load.calm = len(load.answers), calm
+    answers = len(load.answers)
     version = await fleet.publish_from_disk(fleet.models[fleet.publications % 2])
     published_at = anyio.current_time()
     with anyio.fail_after(RECOVERY_TIMEOUT_S):
         await fleet.controller.recover_updatable_engines()
-    recovered_s, load.calm = anyio.current_time() - began, False
+    recovered_s = anyio.current_time() - began
     statuses = fleet.controller.fleet().engines
     assert [(s.state, s.version) for s in statuses] == [(EngineState.SERVING, version)] * len(statuses)
     for status in statuses:
@@ -156,7 +153,7 @@ async def test_every_request_ends_well_whatever_is_killed_or_stopped(
         print(await strike_and_watch(fleet, load, "kill scheduler", 0))
         print(await strike_and_watch(fleet, load, "kill router", 0))  # while the engine is away
         print(await strike_and_watch(fleet, load, "stop engine", 1))  # now nobody serves
-        print(await recovery(fleet, load, calm=True))
+        print(await recovery(fleet, load))
         print(await strike_and_watch(fleet, load, "kill engine", 0))
 
 
