@@ -113,7 +113,12 @@ class Builder:
         spec = ProcessSpec(
             name=placement.engine_id,
             argv=argv,
-            env=engine_environment(placement, device=device, cores=cores, scratch=self._scratch.path),
+            env=engine_environment(
+                placement,
+                threads=None if self._layout.threads is None else self._layout.threads.engine,
+                cores=cores,
+                scratch=self._scratch.path,
+            ),
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
         )

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from asyncrl.config.sections.training import TrainConfig
+from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
@@ -118,7 +119,9 @@ class Run:
     async def _begin(self) -> None:
         job = self.job
         job.pauses.add(self.executor)
-        self.first = self._trained = self._published = await self.trainer.init()
+        overlaps = self._generates_ahead and Bound.of(job.config).batches > 0
+        threads = job.layout.trainer_threads(beside_engines=overlaps)
+        self.first = self._trained = self._published = await self.trainer.init(threads=threads)
         republishing = job.background.start("republication of lost weights", self._republication.serve)
         job.disposal.push_async_callback(republishing.end)
         job.on_stop_now.extend([republishing.end, self._checkpoints.save_now])  # in this order: both use the trainer

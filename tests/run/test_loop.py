@@ -49,6 +49,15 @@ async def test_no_step_begins_after_a_stop_was_asked_for() -> None:
         assert list(steps) == []
 
 
+@pytest.mark.parametrize(("ahead", "bound", "threads"), [(False, 3, 2), (True, 0, 2), (True, 1, 1)])
+async def test_a_trainer_leaves_cores_only_to_engines_that_generate_meanwhile(
+    ahead: bool, bound: int, threads: int
+) -> None:
+    trainer, job = Trainer([]), a_job(rollout={"max_staleness": bound})
+    async with started(Engines([]), Executor([]), trainer, job=job, generates_ahead=ahead):
+        assert trainer.threads == threads
+
+
 @pytest.mark.parametrize("colocated", [True, False])
 async def test_an_export_brings_the_trainer_back_first(colocated: bool) -> None:
     calls: list[str] = []
