@@ -1,7 +1,7 @@
 """Supervised examples for the warm-up: pairs of prompt and response, as the same RolloutBatch that rollouts have.
 
 A response is encoded separately from its prompt, because generation also continues a prompt that is already encoded.
-The end token closes it.
+The end token closes it: in a chat, the one with which the chat template ends the assistant's turn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.data.datasets import chunks, prompt_renderer, required_field
+from asyncrl.data.datasets import chunks
+from asyncrl.data.fields import required_field
+from asyncrl.data.findings import Findings
 from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.rendering import PromptRenderer
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.sources import read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
@@ -82,29 +85,30 @@ def load_supervised(
     DataError and ConfigError as `load_prompts` does, and ModelError when the model has no end token to teach.
     """
     where = "warmup"
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"{tokenizer.source} names no end token (eos_token_id), so the warm-up cannot teach where a response ends"
-        )
-    end = np.array([tokenizer.eos_token_id], np.int32)
     source = data.model_copy(
         update={"source": config.source, "args": config.args, "size": config.size, "split": None, "seed": config.seed}
     )
     source = source.model_copy(update={"answer_key": config.response_key})
-    render = prompt_renderer(source, tokenizer, where)
-    chat = tokenizer.uses_chat_template(source.chat_template)
+    findings = Findings()
+    render = PromptRenderer(source, tokenizer, findings, where, settings="data")
+    end_id = tokenizer.turn_end_id if render.chat else tokenizer.eos_token_id
+    if end_id is None:
+        raise ModelError(
+            f"{tokenizer.source} names no end token (eos_token_id), so the warm-up cannot teach where a response ends"
+        )
+    end = np.array([end_id], np.int32)
     examples: list[SupervisedExample] = []
     dropped = 0
     for chunk in chunks(read_records(source, where=where), _CHUNK):
         texts = [render(record) for record in chunk]
-        responses = [required_field(record, config.response_key, where, "response_key") for record in chunk]
+        responses = [required_field(record, config.response_key, where, "warmup.response_key") for record in chunk]
         for record, response in zip(chunk, responses, strict=True):
             if not isinstance(response, str):
                 found = type(response).__name__
                 raise DataError(
                     f'{where}: {record.place}: field "{config.response_key}" must be a string, found {found}'
                 )
-        prompt_ids = tokenizer.encode(texts, add_special_tokens=not chat)
+        prompt_ids = tokenizer.encode(texts, add_special_tokens=not render.chat)
         response_ids = tokenizer.encode(responses, add_special_tokens=False)
         for record, text, ids, response, target in zip(chunk, texts, prompt_ids, responses, response_ids, strict=True):
             if len(ids) == 0:
@@ -126,4 +130,5 @@ def load_supervised(
         raise DataError(f"{where}.source: {config.source} holds no usable example: {reason}")
     if dropped:
         log.warning("over-long examples dropped", source=config.source, dropped=dropped, kept=len(examples))
+    findings.tell(config.source)
     return SupervisedStream(tuple(examples), batch_size=config.batch_size, seed=config.seed)

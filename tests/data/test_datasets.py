@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.datasets import PromptSet, load_prompts
@@ -40,6 +41,10 @@ def generate(count: int, seed: int = 7, size: int | None = None) -> Iterator[dic
     """A user's own source."""
     for i in range(count):
         yield {"prompt": f"{i} {seed} {size}", "answer": i}
+
+
+def repeating() -> Iterator[dict[str, Any]]:
+    yield from [{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": "2"}]
 
 
 def broken() -> Iterator[dict[str, Any]]:
@@ -197,6 +202,48 @@ def test_chat_rendering_adds_the_system_prompt_and_takes_messages(tmp_path: Path
 def test_a_system_prompt_without_a_template_is_refused(tmp_path: Path, plain: PolicyTokenizer) -> None:
     with pytest.raises(ConfigError, match="system_prompt is set, but prompts are rendered as plain text"):
         load(write_jsonl(tmp_path / "a.jsonl", ROWS), plain, system_prompt="add")
+
+
+def told(source: object, tokenizer: PolicyTokenizer, **config: Any) -> dict[str, dict[str, Any]]:
+    """What loading warns of: event → its fields."""
+    with capture_logs() as logs:
+        load(source, tokenizer, **config)
+    return {str(entry["event"]): dict(entry) for entry in logs if entry["log_level"] == "warning"}
+
+
+def test_answers_that_are_null_are_counted_and_told(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    rows = [{"prompt": f"{i}", "answer": None if i % 3 else str(i)} for i in range(7)]
+    (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), plain).values()
+    assert "no answer: it is null" in warning["event"] and warning["count"] == 4
+    assert warning["first"] == f"{tmp_path}/a.jsonl line 2"
+    assert told(write_jsonl(tmp_path / "b.jsonl", ROWS), plain) == {}
+
+
+def test_a_constant_answer_is_told(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    rows = [row | {"answer": "4"} for row in ROWS]
+    (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), plain).values()
+    assert warning["event"] == "all answers are the same" and (warning["count"], warning["example"]) == (6, "4")
+    assert told(write_jsonl(tmp_path / "b.jsonl", rows[:1]), plain) == {}
+    assert told(tmp_path / "a.jsonl", plain, answer_key=None) == {}
+
+
+def test_duplicates_are_counted_and_told_of_what_is_not_generated(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    (warning,) = told(write_jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[2], ROWS[2]]), plain).values()
+    assert warning["event"] == "prompts occur more than once"
+    assert (warning["count"], warning["first"]) == (2, "a.jsonl:7")
+    assert told(f"{__name__}:repeating", plain) == {}
+
+
+def test_an_answer_that_is_an_object_is_told_with_the_path_into_it(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    rows = [{"prompt": f"{i}", "answer": {"ground_truth": i}} for i in range(3)]
+    (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), plain).values()
+    assert "objects or lists" in warning["event"] and warning["example"] == "answer.ground_truth"
+
+
+def test_what_is_found_while_rendering_is_told_once_with_its_count(tmp_path: Path, chat: PolicyTokenizer) -> None:
+    rows = [{"prompt": f"{i}<|end|>", "answer": str(i)} for i in range(3)]
+    (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), chat).values()
+    assert (warning["count"], warning["example"], warning["source"]) == (3, "<|end|>", f"{tmp_path}/a.jsonl")
 
 
 def test_bos_is_added_to_plain_text_only(tmp_path: Path) -> None:
