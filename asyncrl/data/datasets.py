@@ -16,11 +16,11 @@ import structlog
 
 from asyncrl.config.checks.named_code import is_generated
 from asyncrl.config.sections.data import DataConfig
-from asyncrl.data.fields import required_field
-from asyncrl.data.findings import Findings
-from asyncrl.data.rendering import PromptRenderer
+from asyncrl.data.fields import Record, required_field
+from asyncrl.data.rendering.findings import Findings
+from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt
-from asyncrl.data.sources import Record, read_records
+from asyncrl.data.sources import read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError
 

@@ -1,4 +1,4 @@
-"""Fields of records: reached by name, or by a path into nested objects and lists. Pure.
+"""Records and their fields, which are reached by name, or by a path into nested objects and lists. Pure.
 
 A key is the name of a field (`answer`), or a path of names and list indexes with dots between them
 (`reward_model.ground_truth`, `messages.0.content`; -1 is the last of a list). A field whose own name has dots is found
@@ -8,13 +8,25 @@ by its name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.data.sources import Record
 from asyncrl.errors import DataError
 
 _SUGGESTED = 3  # paths in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a source."""
+
+    record_id: str
+    """Stable, and unique within the source: `train.jsonl:17`."""
+    place: str
+    """Where the record is, for messages: `data/train.jsonl line 17`."""
+    fields: dict[str, Any]
+    """Values by field name, as the source has them."""
 
 
 def required_field(record: Record, key: str, where: str, setting: str) -> Any:

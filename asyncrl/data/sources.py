@@ -10,29 +10,16 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
+from asyncrl.data.fields import Record
+from asyncrl.data.file_formats import FORMATS, SUFFIXES, file_format, read_file
 from asyncrl.errors import ConfigError, DataError
 
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # beside the records in directories from the hub
 _GENERATED_SIZE = 1000  # records of a generated task if no size is set; reasoning-gym's own default is 500
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One record of a source."""
-
-    record_id: str
-    """Stable, and unique within the source: `train.jsonl:17`."""
-    place: str
-    """Where the record is, for messages: `data/train.jsonl line 17`."""
-    fields: dict[str, Any]
-    """Values by field name, as the source has them."""
 
 
 def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]:
@@ -43,20 +30,20 @@ def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]
     source = config.source
     if not source:
         raise ConfigError(
-            f"{where}.source is not set; give a .jsonl or .parquet file, a dataset directory, "
-            "reasoning_gym:TASK or package.module:function"
+            f"{where}.source is not set; give a file ({FORMATS}), a dataset directory, reasoning_gym:TASK or "
+            "package.module:function"
         )
     path = Path(source)
     if source.startswith("reasoning_gym:"):
         records = _reasoning_gym(config, where)
     elif path.is_dir():
         records = _directory(path, config, where)
-    elif path.suffix in _READERS:
+    elif file_format(path) is not None:
         records = _file(path, path.name, where)
     elif ":" in source and "/" not in source:
         records = _function(config, where)
     elif path.exists():
-        raise DataError(f"{where}.source: {source} is neither .jsonl nor .parquet nor a directory")
+        raise DataError(f"{where}.source: {source} is neither a directory nor a file of a known format ({FORMATS})")
     else:
         raise DataError(f"{where}.source: {source} does not exist (relative to {Path.cwd()})")
     return itertools.islice(records, config.size)
@@ -65,53 +52,20 @@ def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]
 def _file(path: Path, name: str, where: str) -> Iterator[Record]:
     if not path.is_file():
         raise DataError(f"{where}.source: {path} does not exist (relative to {Path.cwd()})")
-    return _READERS[path.suffix](path, name, where)
-
-
-def _jsonl(path: Path, name: str, where: str) -> Iterator[Record]:
-    decoder = msgspec.json.Decoder()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if not text:
-                continue
-            try:
-                fields = decoder.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{where}: {path} line {number}: not valid JSON ({error})") from error
-            if not isinstance(fields, dict):
-                raise DataError(f"{where}: {path} line {number}: expected a JSON object, found {type(fields).__name__}")
-            yield Record(f"{name}:{number}", f"{path} line {number}", fields)
-
-
-def _parquet(path: Path, name: str, where: str) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        row = 0
-        for batch in table.iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                yield Record(f"{name}:{row}", f"{path} row {row}", fields)
-                row += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{where}: {path} cannot be read as parquet ({error})") from error
-
-
-_READERS = {".jsonl": _jsonl, ".parquet": _parquet}
+    return read_file(path, name, where)
 
 
 def _directory(path: Path, config: DataConfig, where: str) -> Iterator[Record]:
-    """Reads a dataset saved with `save_to_disk`, or any directory of .parquet or .jsonl files."""
+    """Reads a dataset saved with `save_to_disk`, or all files of one format in any directory."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(path, config.split, where)
-    for suffix in (".parquet", ".jsonl"):
-        files = sorted(path.rglob(f"*{suffix}"))
+    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in _DESCRIPTIONS)
+    for suffix in SUFFIXES:
+        files = [file for file in found if file_format(file) == suffix]
         if files:
             chosen = _files_of_split(path, files, config.split, where)
             return itertools.chain.from_iterable(_file(f, str(f.relative_to(path)), where) for f in chosen)
-    raise DataError(f"{where}.source: {path} holds no saved dataset and no .parquet or .jsonl file")
+    raise DataError(f"{where}.source: {path} holds no saved dataset and no file of a known format ({FORMATS})")
 
 
 def _files_of_split(path: Path, files: list[Path], split: str | None, where: str) -> list[Path]:

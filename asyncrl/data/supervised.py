@@ -17,9 +17,9 @@ from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import chunks
 from asyncrl.data.fields import required_field
-from asyncrl.data.findings import Findings
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.rendering import PromptRenderer
+from asyncrl.data.rendering.findings import Findings
+from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.sources import read_records
 from asyncrl.data.tokenizer import PolicyTokenizer

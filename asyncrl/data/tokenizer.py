@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.data.chat.messages import Messages
-from asyncrl.data.chat.template import ChatTemplate
+from asyncrl.data.rendering.messages import Messages
+from asyncrl.data.rendering.template import ChatTemplate
 from asyncrl.errors import ConfigError, DataError, ModelError
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")

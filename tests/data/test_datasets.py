@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,9 +78,20 @@ def test_every_source_yields_the_same_prompts(tmp_path: Path, plain: PolicyToken
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "hub/data/train-00000-of-00001.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]), tmp_path / "hub/data/test-00000-of-00001.parquet")
 
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(ROWS, indent=2))
+    (tmp_path / "lines.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "a.csv").write_text(
+        "\ufeffanswer,prompt\r\n" + "".join(f'{r["answer"]},"{r["prompt"]}"\r\n' for r in ROWS)
+    )
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "dataset_info.json").write_text("{}")
+    (tmp_path / "files" / "train.json.gz").write_bytes(gzip.compress((tmp_path / "a.json").read_bytes()))
+
     expected = [(p.text, p.answer) for p in load(tmp_path / "a.jsonl", plain).prompts]
     assert len(expected) == 6
-    for source in ("a.parquet", "saved", "splits", "hub"):
+    made = ("a.jsonl.gz", "a.json", "lines.json", "a.csv", "files")
+    for source in ("a.parquet", "saved", "splits", "hub", *made):
         prompts = load(tmp_path / source, plain).prompts
         assert [(p.text, p.answer) for p in prompts] == expected, source
         assert len({p.prompt_id for p in prompts}) == 6, source
@@ -146,6 +158,101 @@ def test_a_bad_line_is_named_with_file_and_line(
     assert str(file) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"prompt": "1", "answer": "1"}, 3]', r"a\.json record 1: expected a JSON object, found int"),
+        ("a.json", b'[{"prompt": "1"', r"a\.json: not valid JSON"),
+        (
+            "a.json",
+            b'{\n"data": [] }',
+            r"line 1: not valid JSON .*; a \.json file holds a list of objects, or one object",
+        ),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be read \(Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "1", "answer": "1"}\n')[:-9], r"a\.jsonl\.gz cannot be read \("),
+        ("a.csv", b'prompt,answer\n1,1\n\n"2\n2",2\n3\n', r"line 6: 1 values for the 2 columns prompt, answer"),
+        ("a.csv", b'prompt,answer\n1,1\n"2,2\n', r"line 3: not valid CSV \(unexpected end of data"),
+        ("a.csv", b"prompt,answer\n1,\xff\n", r"a\.csv line \d: not valid CSV .*0xff"),
+        ("a.csv", b"prompt,prompt\n", r"line 1: two columns have the same name"),
+        ("a.csv", b"question,answer\n1,1\n", r'line 2: field "prompt" is missing \(found: question, answer\)'),
+    ],
+)
+def test_a_defect_of_a_file_is_named_with_its_line(
+    tmp_path: Path, plain: PolicyTokenizer, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name, plain)
+
+
+def test_a_value_of_a_csv_file_may_be_long_and_have_lines(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    (tmp_path / "a.csv").write_text('prompt,answer\n"1\n2",1\n' + "x" * 200_000 + ",2\n")
+    first, second = load(tmp_path / "a.csv", plain, limit=300_000).prompts
+    assert (first.text, first.prompt_id) == ("1\n2", "a.csv:2") and second.prompt_id == "a.csv:4"
+    assert len(second.text) == 200_000
+
+
+def test_keys_reach_into_nested_fields_and_lists(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    row = {
+        "turns": [{"text": "1+1"}, {"text": "2+2"}],
+        "reward_model": {"style": "rule", "ground_truth": {"target": 4}},
+        "dotted.name": "own",
+    }
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+
+    def loaded(prompt_key: str, answer_key: str) -> tuple[str, str | None]:
+        (prompt,) = load(file, plain, prompt_key=prompt_key, answer_key=answer_key).prompts
+        return prompt.text, prompt.answer
+
+    assert loaded("turns.0.text", "reward_model.ground_truth.target") == ("1+1", "4")
+    assert loaded("turns.-1.text", "reward_model.style") == ("2+2", "rule")
+    assert loaded("turns.1.text", "dotted.name") == ("2+2", "own")
+    for key, message in [
+        ("reward_model.truth", r"is missing \(found in reward_model: style, ground_truth\); set data\.answer_key"),
+        ("turns.2.text", r"is missing \(found in turns: a list of 2\)"),
+        ("turns.text", r"is missing \(found in turns: a list of 2\)"),
+        ("reward_model.style.x", r"is missing \(found in reward_model\.style: str\)"),
+        ("target", r"is missing .*did you mean reward_model\.ground_truth\.target\?"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            loaded("turns.0.text", key)
+
+
+SOLUTION = "She has 2+2=<<2+2=4>>4.\n#### {}"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("42", "42"),
+        (" 1,234 ", "1234"),
+        ("-1,234,567.5", "-1234567.5"),
+        ("$1,000", "$1000"),
+        ("(1,2)", "(1,2)"),
+        ("1, 2", "1, 2"),
+    ],
+)
+def test_the_answer_after_a_marker_is_taken(tmp_path: Path, plain: PolicyTokenizer, written: str, answer: str) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": SOLUTION.format(written)}])
+    assert load(file, plain, answer_after="####").prompts[0].answer == answer
+
+
+def test_an_answer_without_the_marker_is_named(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    for text in ("4", "4 ####"):
+        file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": text}])
+        with pytest.raises(DataError, match=r"line 1: field \"answer\" holds nothing after '####'"):
+            load(file, plain, answer_after="####")
+
+
+def test_worked_solutions_are_told_with_the_setting_that_takes_their_end(
+    tmp_path: Path, plain: PolicyTokenizer
+) -> None:
+    rows = [{"prompt": f"{i}", "answer": SOLUTION.format(i)} for i in range(3)]
+    (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), plain).values()
+    assert 'data.answer_after = "####" takes the end' in warning["event"] and warning["count"] == 3
+    assert told(tmp_path / "a.jsonl", plain, answer_after="####") == {}
+
+
 def test_bytes_that_are_no_utf8_are_named(tmp_path: Path, plain: PolicyTokenizer) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "1"}\n')
     with pytest.raises(DataError, match="line 1: not valid JSON"):
@@ -155,14 +262,14 @@ def test_bytes_that_are_no_utf8_are_named(tmp_path: Path, plain: PolicyTokenizer
 def test_missing_empty_and_unknown_sources_are_refused(tmp_path: Path, plain: PolicyTokenizer) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "dir").mkdir()
-    (tmp_path / "x.csv").touch()
+    (tmp_path / "x.txt").touch()
     (tmp_path / "broken.parquet").write_bytes(b"nonsense")
     for source, message in [
         (tmp_path / "none.jsonl", "does not exist"),
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "empty.jsonl", "holds no usable prompt: there are no records"),
         (tmp_path / "dir", "holds no saved dataset"),
-        (tmp_path / "x.csv", "is neither .jsonl nor .parquet"),
+        (tmp_path / "x.txt", r"is neither a directory nor a file of a known format \(.jsonl, .json, .csv"),
         (tmp_path / "broken.parquet", "cannot be read as parquet"),
         ("reasoning_gym:leg_count", "did you mean leg_counting"),
         ("no.such.module:f", "module 'no.such.module' does not import"),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from asyncrl.config.sections.data import DataConfig
-from asyncrl.data.findings import Findings
-from asyncrl.data.rendering import PromptRenderer
-from asyncrl.data.sources import Record
+from asyncrl.data.fields import Record
+from asyncrl.data.rendering.findings import Findings
+from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError
 from tests.tiny_policy import ALTERNATING, CHATML, LLAMA, QWEN_THINKING, write_policy

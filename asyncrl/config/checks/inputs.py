@@ -61,7 +61,7 @@ def input_problems(config: Config) -> Iterator[Problem]:
         if not source:
             yield Problem(
                 key,
-                "is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or "
+                "is not set; give a file (.jsonl, .json, .csv, .parquet), a dataset directory, reasoning_gym:TASK or "
                 "package.module:function",
             )
         elif is_generated(source):

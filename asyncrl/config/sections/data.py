@@ -13,8 +13,8 @@ class DataConfig(Section):
     """One source of prompts."""
 
     source: str = ""
-    """A .jsonl or .parquet file, a Hugging Face dataset directory, `reasoning_gym:TASK`, or a dotted path
-    `package.module:function` that returns an iterable of dicts."""
+    """A file (.jsonl, .json, .csv, each also .gz, or .parquet), a Hugging Face dataset directory or any directory of
+    such files, `reasoning_gym:TASK`, or a dotted path `package.module:function` that returns an iterable of dicts."""
 
     split: str | None = None
     """Split of a Hugging Face dataset directory; none takes `train`, or the only one."""

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 from asyncrl.config.nearest import did_you_mean, nearest
-from asyncrl.data.chat.messages import Messages
+from asyncrl.data.rendering.messages import Messages
 from asyncrl.errors import ConfigError, DataError
 
 Arguments = Mapping[str, Any]

@@ -10,10 +10,9 @@ import re
 from typing import Any
 
 from asyncrl.config.sections.data import DataConfig
-from asyncrl.data.chat.messages import Messages, text_messages, tool_names
-from asyncrl.data.fields import required_field
-from asyncrl.data.findings import Findings
-from asyncrl.data.sources import Record
+from asyncrl.data.fields import Record, required_field
+from asyncrl.data.rendering.findings import Findings
+from asyncrl.data.rendering.messages import Messages, text_messages, tool_names
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError
 
