@@ -6,9 +6,8 @@ is memory: about 0.5 kB per prompt beside its text.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,16 +16,16 @@ import structlog
 from asyncrl.config.checks.named_code import is_generated
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.fields import Record, required_field
+from asyncrl.data.rendering.encoding import encoded_records
 from asyncrl.data.rendering.findings import Findings
 from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt
-from asyncrl.data.sources import read_records
+from asyncrl.data.sources import Progress, read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError
 
 log = structlog.get_logger(__name__)
 
-_CHUNK = 512  # prompts per tokenizer call
 _GROUPED_NUMBER = re.compile(r"[^\d\s]?-?\d{1,3}(,\d{3})+(\.\d+)?")
 _WORKED_SOLUTION = re.compile(r"\n\s*####\s*\S[^\n]*\s*\Z")
 
@@ -44,33 +43,37 @@ class PromptSet:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PolicyTokenizer, *, max_prompt_tokens: int, where: str = "data"
+    config: DataConfig,
+    tokenizer: PolicyTokenizer,
+    *,
+    max_prompt_tokens: int,
+    where: str = "data",
+    progress: Progress | None = None,
 ) -> PromptSet:
     """Reads, renders and encodes the prompts of `config`. Blocks: call it in a thread.
 
-    `max_prompt_tokens` is the context length minus the longest response. `where` names the setting in messages.
+    `max_prompt_tokens` is the context length minus the longest response. `where` names the setting in messages, and
+    `progress` tells other threads how far it is.
     Raises DataError for a missing, empty or malformed source or a missing field; ConfigError for a chat setting that
     the tokenizer does not support.
     """
-    findings = Findings()
+    findings, progress = Findings(), progress or Progress()
     render = PromptRenderer(config, tokenizer, findings, where)
+    records = read_records(config, where=where, progress=progress)
     prompts: list[Prompt] = []
     dropped = 0
-    for chunk in chunks(read_records(config, where=where), _CHUNK):
-        texts = [render(record) for record in chunk]
-        encoded = tokenizer.encode(texts, add_special_tokens=not render.chat)
-        for record, text, ids in zip(chunk, texts, encoded, strict=True):
-            if len(ids) == 0:
-                raise DataError(f"{where}: {record.place}: the prompt is empty")
-            if len(ids) > max_prompt_tokens:
-                dropped += 1
-                if config.overlong == "error":
-                    raise DataError(
-                        f"{where}: {record.place}: {len(ids)} tokens, and at most {max_prompt_tokens} leave "
-                        f'room for a response; shorten it, lower max_new_tokens, or set {where}.overlong = "drop"'
-                    )
-                continue
-            prompts.append(Prompt(record.record_id, text, ids, _answer(record, config, where, findings), record.fields))
+    for encoded in encoded_records(records, render, tokenizer, progress):
+        record, length = encoded.record, len(encoded.prompt_ids)
+        if length > max_prompt_tokens:
+            dropped += 1
+            if config.overlong == "error":
+                raise DataError(
+                    f"{where}: {record.place}: {length} tokens, and at most {max_prompt_tokens} leave "
+                    f'room for a response; shorten it, lower max_new_tokens, or set {where}.overlong = "drop"'
+                )
+            continue
+        answer = _answer(record, config, where, findings)
+        prompts.append(Prompt(record.record_id, encoded.prompt, encoded.prompt_ids, answer, record.fields))
     if not prompts:
         reason = (
             f"all {dropped} prompts are longer than {max_prompt_tokens} tokens" if dropped else "there are no records"
@@ -87,13 +90,6 @@ def load_prompts(
     _look_at(prompts, config, findings)
     findings.tell(config.source)
     return PromptSet(tuple(prompts), dropped, max_prompt_tokens)
-
-
-def chunks(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
-    """Yields consecutive lists of at most `size` records."""
-    iterator = iter(records)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
 
 
 def _answer(record: Record, config: DataConfig, where: str, findings: Findings) -> str | None:

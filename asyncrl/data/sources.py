@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
@@ -19,13 +22,28 @@ from asyncrl.data.file_formats import FORMATS, SUFFIXES, file_format, read_file
 from asyncrl.errors import ConfigError, DataError
 
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # beside the records in directories from the hub
+_MOST_WITHOUT_SIZE = 1_000_000  # records of a function; one that goes on is taken for one without end
+_LOOK_EVERY = 1000  # records
+_LEAST_MEMORY_BYTES = 1 << 30  # or a twentieth of a small machine's: below it the kernel soon kills some process
+_HOW_TO_END = "; set {where}.size to the number of records to take"
 _GENERATED_SIZE = 1000  # records of a generated task if no size is set; reasoning-gym's own default is 500
 
 
-def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]:
-    """Yields the records of the source in `config`, at most `config.size`.
+@dataclass(slots=True)
+class Progress:
+    """How far the reading of a source is; other threads may look at it."""
 
-    Raises ConfigError without a source, and DataError for a source that cannot be read; also while iterating.
+    read: int = 0
+    """Records that the source has yielded."""
+    ready: int = 0
+    """Records that have become prompts, or were left out."""
+
+
+def read_records(config: DataConfig, *, where: str = "data", progress: Progress | None = None) -> Iterator[Record]:
+    """Yields the records of the source in `config`, at most `config.size`; counts them in `progress`.
+
+    Raises ConfigError without a source, and DataError for a source that cannot be read, has no end or does not fit into
+    memory; also while iterating.
     """
     source = config.source
     if not source:
@@ -34,6 +52,7 @@ def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]
             "package.module:function"
         )
     path = Path(source)
+    is_function = False
     if source.startswith("reasoning_gym:"):
         records = _reasoning_gym(config, where)
     elif path.is_dir():
@@ -41,12 +60,32 @@ def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]
     elif file_format(path) is not None:
         records = _file(path, path.name, where)
     elif ":" in source and "/" not in source:
-        records = _function(config, where)
+        records, is_function = _function(config, where), True
     elif path.exists():
         raise DataError(f"{where}.source: {source} is neither a directory nor a file of a known format ({FORMATS})")
     else:
         raise DataError(f"{where}.source: {source} does not exist (relative to {Path.cwd()})")
-    return itertools.islice(records, config.size)
+    counted = _counted(itertools.islice(records, config.size), progress or Progress(), config, where)
+    if config.size is None and is_function:
+        return iter(list(counted))  # before anything is made of them: a source without end is soon found
+    return counted
+
+
+def _counted(records: Iterable[Record], progress: Progress, config: DataConfig, where: str) -> Iterator[Record]:
+    """Counts the records, and ends what would take all memory."""
+    for record in records:
+        progress.read += 1
+        if progress.read % _LOOK_EVERY == 0 and _memory_is_short():
+            raise DataError(
+                f"{where}.source: {config.source} does not fit into memory, which is short after {progress.read:,} "
+                f"records{'' if config.size else _HOW_TO_END.format(where=where)}"
+            )
+        yield record
+
+
+def _memory_is_short() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available < min(_LEAST_MEMORY_BYTES, memory.total / 20))
 
 
 def _file(path: Path, name: str, where: str) -> Iterator[Record]:
@@ -144,6 +183,11 @@ def _function(config: DataConfig, where: str) -> Iterator[Record]:
             if not isinstance(fields, dict):
                 raise DataError(
                     f"{where}: {config.source} record {number}: expected a dict, found {type(fields).__name__}"
+                )
+            if config.size is None and number == _MOST_WITHOUT_SIZE:
+                raise DataError(
+                    f"{where}.source: {config.source} has yielded {number:,} records and goes on; a source is read to "
+                    f"its end before the first step{_HOW_TO_END.format(where=where)}"
                 )
             yield Record(f"{config.source}:{number}", f"{config.source} record {number}", fields)
             number += 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl.config.sections.data import DataConfig
+from asyncrl.data import sources
 from asyncrl.data.datasets import PromptSet, load_prompts
+from asyncrl.data.sources import Progress
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError
 from tests.tiny_policy import CHAT_TEMPLATE, write_policy
@@ -42,6 +45,11 @@ def generate(count: int, seed: int = 7, size: int | None = None) -> Iterator[dic
     """A user's own source."""
     for i in range(count):
         yield {"prompt": f"{i} {seed} {size}", "answer": i}
+
+
+def endless() -> Iterator[dict[str, Any]]:
+    for i in itertools.count():
+        yield {"prompt": f"{i}", "answer": f"{i}"}
 
 
 def repeating() -> Iterator[dict[str, Any]]:
@@ -251,6 +259,41 @@ def test_worked_solutions_are_told_with_the_setting_that_takes_their_end(
     (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), plain).values()
     assert 'data.answer_after = "####" takes the end' in warning["event"] and warning["count"] == 3
     assert told(tmp_path / "a.jsonl", plain, answer_after="####") == {}
+
+
+def test_a_source_without_end_is_refused_unless_its_size_is_given(
+    plain: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_MOST_WITHOUT_SIZE", 100)
+    progress = Progress()
+    config = DataConfig(source=f"{__name__}:endless")
+    with pytest.raises(DataError, match=r"endless has yielded 100 records and goes on; .*; set data\.size"):
+        load_prompts(config, plain, max_prompt_tokens=50, progress=progress)
+    assert (progress.read, progress.ready) == (100, 0), "nothing was made of its records"
+    assert len(load(f"{__name__}:endless", plain, size=200).prompts) == 200
+    assert len(load(f"{__name__}:generate", plain, args={"count": 100}).prompts) == 100
+
+
+def test_a_source_that_does_not_fit_into_memory_is_refused(
+    tmp_path: Path, plain: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_LOOK_EVERY", 3)
+    file = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert len(load(file, plain).prompts) == 6
+    monkeypatch.setattr(sources, "_memory_is_short", lambda: True)
+    message = r"a\.jsonl does not fit into memory, which is short after 3 records; set data\.size"
+    with pytest.raises(DataError, match=message):
+        load(file, plain)
+
+
+def test_many_records_keep_their_order_and_are_counted(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    rows = [{"prompt": f"{i}", "answer": f"{i}"} for i in range(1300)]
+    progress = Progress()
+    config = DataConfig(source=str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    prompts = load_prompts(config, plain, max_prompt_tokens=50, progress=progress).prompts
+    assert [p.text for p in prompts] == [p.answer for p in prompts] == [row["prompt"] for row in rows]
+    assert all(np.array_equal(p.token_ids, plain.encode([p.text], add_special_tokens=True)[0]) for p in prompts)
+    assert (progress.read, progress.ready) == (1300, 1300)
 
 
 def test_bytes_that_are_no_utf8_are_named(tmp_path: Path, plain: PolicyTokenizer) -> None:

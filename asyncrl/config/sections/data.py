@@ -23,7 +23,8 @@ class DataConfig(Section):
     """Keyword arguments of a reasoning_gym task or of the dotted function (for example {max_terms = 2})."""
 
     size: int | None = Field(default=None, ge=1)
-    """Number of prompts to take (or, for generated tasks, to make); none takes all of a file."""
+    """Number of prompts to take (or, for generated tasks, to make); none takes all that the source
+    has: everything is read before the first step, so a function must end by itself."""
 
     seed: int = 0
     """Seed of the shuffle and of generated tasks."""

@@ -40,7 +40,8 @@ class PromptRenderer:
         self._key = config.prompt_key
         self._tokenizer = tokenizer
         self._findings = findings
-        self._where = where
+        self.where = where
+        """The setting that names the source."""
         self._settings = settings = settings or where
         self._arguments = config.chat_template_args
         self._control_tokens = config.control_tokens
@@ -64,7 +65,7 @@ class PromptRenderer:
 
     def __call__(self, record: Record) -> str:
         """Returns the prompt of `record` as text; raises DataError for a record that cannot be rendered."""
-        value = required_field(record, self._key, self._where, f"{self._settings}.prompt_key")
+        value = required_field(record, self._key, self.where, f"{self._settings}.prompt_key")
         self._look_for_media(record)
         if isinstance(value, str):
             return self._render_string(record, value)
@@ -152,7 +153,7 @@ class PromptRenderer:
             )
         if self._control_tokens == "allow":
             return
-        token = next((found for text in texts if (found := self._tokenizer.control_token_in(text))), None)
+        token = next(filter(None, map(self._tokenizer.control_token_in, texts)), None)
         if token is None:
             return
         if self._control_tokens == "error":
@@ -175,7 +176,7 @@ class PromptRenderer:
             )
 
     def _refused(self, record: Record, why: str) -> DataError:
-        return DataError(f'{self._where}: {record.place}: field "{self._key}" {why}')
+        return DataError(f'{self.where}: {record.place}: field "{self._key}" {why}')
 
 
 def _holds_something(value: Any) -> bool:
