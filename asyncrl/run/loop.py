@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -110,6 +111,8 @@ class Run:
         """
         if generates_ahead:
             job.turns.check_overlap()
+        elif (unused := unused_staleness(job.config)) is not None:
+            job.record.note(unused)
         run = cls(job, components, trainer, generates_ahead, trainer_name)
         with job.record.phase("startup"):
             await run._begin()

@@ -35,6 +35,13 @@ async def test_a_run_of_which_nothing_says_how_long_it_is_is_refused_before_anyt
     assert calls == []
 
 
+async def test_a_loop_that_generates_nothing_ahead_tells_that_its_bound_on_staleness_is_not_used() -> None:
+    for ahead, told in ((False, 1), (True, 0)):
+        job = a_job(rollout={"max_staleness": 3})
+        async with started(Engines([]), Executor([]), Trainer([]), job=job, generates_ahead=ahead):
+            assert sum("max_staleness = 3 has no effect" in note for note in job.record.notes) == told
+
+
 async def test_a_run_knows_its_first_and_its_last_step() -> None:
     job = a_job(train={"num_steps": None, "num_epochs": 3})
     async with started(Engines([]), Executor([]), Trainer([], resumed_at=4), job=job, per_epoch=2) as run:

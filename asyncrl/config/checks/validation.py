@@ -15,6 +15,7 @@ from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
 from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
+from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
 from asyncrl.config.checks.staleness import least_staleness
@@ -59,6 +60,7 @@ def config_warnings(config: Config) -> Iterator[str]:
     for package, keys in passed_on.items():
         if keys and (warning := unchecked_warning(keys, package)) is not None:
             yield warning
+    yield from settings_without_effect(config)
 
 
 def _sampling_problems(config: Config) -> Iterator[Problem]:
@@ -206,11 +208,13 @@ def _data_problems(config: Config) -> Iterator[Problem]:
     if config.eval.data is not None:
         sources.append(("eval.data", config.eval.data))
     for key, data in sources:
-        if data.system_prompt is not None and data.chat_template is False:
-            yield Problem(
-                f"{key}.system_prompt",
-                f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
-            )
+        given = {"system_prompt": data.system_prompt is not None, "chat_template_args": bool(data.chat_template_args)}
+        for name, is_given in given.items():
+            if is_given and data.chat_template is False:
+                yield Problem(
+                    f"{key}.{name}",
+                    f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
+                )
 
 
 def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:

@@ -61,6 +61,7 @@ class SamplingParams:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "skip_special_tokens": False,  # a response may be made of them: `<think>`, tags of tools
         }
         if self.ignore_eos:
             params["ignore_eos"] = True
@@ -79,6 +80,7 @@ class Generation(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
     text: str
+    """Text of all tokens, without the one that stopped the response."""
 
 
 class _Request(msgspec.Struct):
