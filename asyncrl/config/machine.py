@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class Machine:
     """What CUDA_VISIBLE_DEVICES calls each visible GPU of a node: an index or a UUID."""
     cpus: tuple[int, ...] = (0,)
     """Cores that this process may run on."""
+    open_files: int | None = None
+    """Most files that one process may open, the hard limit; None: without limit."""
 
     @property
     def nodes(self) -> int:
@@ -58,7 +61,13 @@ class Machine:
             # An empty mask is how a job says "no GPU": the driver need not be asked.
             gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
             cpus=tuple(sorted(os.sched_getaffinity(0))),
+            open_files=_hard_limit(),
         )
+
+
+def _hard_limit() -> int | None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> int:
