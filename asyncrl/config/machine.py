@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class Machine:
     """Cores that this process may run on."""
     omp_threads: int | None = None
     """OMP_NUM_THREADS as the user set it; None where it is unset, or was set by torchrun alone."""
+    open_files: int | None = None
+    """Most files that one process may open, the hard limit; None: without limit."""
 
     @property
     def nodes(self) -> int:
@@ -62,7 +65,13 @@ class Machine:
             gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
             cpus=tuple(sorted(os.sched_getaffinity(0))),
             omp_threads=omp_threads_of_user(environ, environment_of_agent),
+            open_files=_hard_limit(),
         )
+
+
+def _hard_limit() -> int | None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> int:

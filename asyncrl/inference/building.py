@@ -126,7 +126,7 @@ class Builder:
 
     def external(self, external: ExternalEngine) -> ManagedEngine:
         """An engine that somebody else runs. It tells its size and its model when it joins."""
-        endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1)
+        endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1, external=True)
         engine = ManagedEngine(endpoint, session=self._open_session, events=self._events)
         engine.reads_copies = self._config.weights.directory is not None
         return engine

@@ -26,6 +26,10 @@ from asyncrl.config.sections.data import DataConfig
 
 _AGENT_GRACE_S = 30.0
 """From the signal that torchrun passes on to its ranks until it kills them."""
+_FILES_PER_REQUEST = 2
+"""Sockets of the router for a request in flight: one to the client, one to the engine."""
+_OTHER_FILES = 128
+"""What a router or a driver opens beside its requests; 30 to 60 counted."""
 
 
 def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
@@ -274,6 +278,15 @@ def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             "run.stop_grace_s",
             f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
             "signal; use less",
+        )
+    concurrency = config.rollout.concurrency
+    needed = _FILES_PER_REQUEST * concurrency + _OTHER_FILES
+    if machine.open_files is not None and machine.open_files < needed and not config.debug.train_only:
+        most = max(1, (machine.open_files - _OTHER_FILES) // _FILES_PER_REQUEST)
+        yield Problem(
+            "rollout.concurrency",
+            f"{concurrency} requests in flight need {needed} open files in the router, and this machine allows a "
+            f"process {machine.open_files}: raise the hard limit (ulimit -Hn, LimitNOFILE=), or use at most {most}",
         )
     if config.engine.cpus is not None:
         absent = sorted(set(config.engine.cpus) - set(machine.cpus))
