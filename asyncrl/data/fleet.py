@@ -73,6 +73,8 @@ class EngineEndpoint:
     """GPUs of the engine; empty on CPU."""
     colocated: bool = False
     """True if the engine shares its GPUs with trainer ranks; then weights go by tensor handover."""
+    external: bool = False
+    """True if somebody else runs the engine; then it goes on after the job."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.data.sources import Progress
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import RolloutError
@@ -47,6 +48,7 @@ from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.handover import Handover, in_thread
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.rollout.reading import read_in_thread
 from asyncrl.rollout.requests.generate_client import ClientStatistics
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.rollout.rewards.pool import ProcessHost
@@ -153,10 +155,10 @@ class RolloutExecutor:
         scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self._name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
-        prompts = await in_thread(lambda: self._load(config.data, self._sampling, "data"))
+        prompts = await self._load(config.data, self._sampling, "data")
         eval_prompts: PromptSet | None = None
         if held_out is not None:
-            eval_prompts = await in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
+            eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
@@ -315,9 +317,13 @@ class RolloutExecutor:
             raise RolloutError("the rollout executor was not started; await start(task_group) first")
         return self._parts
 
-    def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
+    async def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
-        return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where)
+
+        def load(progress: Progress) -> PromptSet:
+            return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where, progress=progress)
+
+        return await read_in_thread(load, where, data.source)
 
     async def _generate(self, issue: Issue, on_started: Callable[[], None]) -> SampleGroup:
         """Has one group generated and scored by the training engines."""

@@ -94,13 +94,15 @@ class ScriptedBackend:
     def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:
         token_sum = self._together("forward_backward", float(batch.tokens.sum()))
         calls = float(len(self.calls))
+        threads = torch.tensor(float(torch.get_num_threads()))
+        dist.all_reduce(threads)
         agreement = {"logprob_diff": 0.0} if loss.compare else {}
         sums = {"loss": 0.0, "tokens": float(batch.loss_mask.sum()), **agreement}
         columns = {
             f"column_sum.{name}": self._together(f"column {name}", float(column.sum()))
             for name, column in sorted(batch.columns.items())
         }
-        return Tally(sums, {"token_sum": token_sum, "calls": calls, **columns, **agreement})
+        return Tally(sums, {"token_sum": token_sum, "calls": calls, "threads": float(threads), **columns, **agreement})
 
     def grad_norm(self) -> float:
         return self._together("grad_norm")

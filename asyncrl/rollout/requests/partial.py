@@ -17,7 +17,7 @@ from asyncrl.data.sample import FinishReason, VersionSpan
 from asyncrl.rollout.requests.wire import Generation, SamplingParams
 
 Detokenize = Callable[[NDArray[np.int32]], str]
-"""From ids, int32 [tokens], to text without special tokens."""
+"""From ids, int32 [tokens], to text without the end token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class SamplingParams:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "skip_special_tokens": False,  # a response may be made of them: `<think>`, tags of tools
         }
         if self.ignore_eos:
             params["ignore_eos"] = True
@@ -54,6 +55,7 @@ class Generation(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
     text: str
+    """Text of all tokens, without the one that stopped the response."""
     engine: str = ""
     """Id of the engine that made the last token, where its stamp names it."""
 

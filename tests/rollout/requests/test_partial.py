@@ -85,4 +85,4 @@ def test_nothing_ends_a_response_early_that_is_to_ignore_its_end_tokens() -> Non
 def test_ids_become_the_text_that_an_engine_makes_of_them(tokenizer: PolicyTokenizer) -> None:
     (ids,) = tokenizer.encode(["ab"], add_special_tokens=False)
     assert tokenizer.decode(ids) == "ab"
-    assert tokenizer.decode(np.append(ids, np.int32(tokenizer.eos_token_id or 0))) == "ab", "no special tokens"
+    assert tokenizer.decode(np.append(ids, np.int32(tokenizer.eos_token_id or 0))) == "ab", "no end token"

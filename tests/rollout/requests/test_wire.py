@@ -22,6 +22,7 @@ def test_a_request_carries_ids_and_sampling_as_json() -> None:
             "temperature": 0.7,
             "top_p": 1.0,
             "top_k": -1,
+            "skip_special_tokens": False,
             "stop_token_ids": [2, 3],
         },
         "return_logprob": True,
