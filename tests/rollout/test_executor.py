@@ -123,6 +123,7 @@ async def test_tokens_of_other_weights_are_counted(start_executor: StartExecutor
         scripted_engine(lambda request, number: Action((5, 6, 7, 2), versions=spans)) as engine,
         start_executor(engine) as executor,
     ):
+        executor.set_weight_version("0.1")
         executor.set_weight_version("0.2")
         batch = await executor.get(0)
         assert [span.version for span in batch.versions[0]] == ["0.1", "0.2"]
