@@ -22,6 +22,16 @@ PHASE_COLORS: Mapping[str, str] = {
 """Color of each phase, as a rich color name, the same in all output. Unknown phases are white."""
 
 
+def figure(value: float, digits: int = 3) -> str:
+    """`value` with `digits` decimals; as a power of ten where that would show no figure or a dozen digits.
+
+    `0.250`, `-3.000`, `4.9e+29`, `2.5e-06`, `nan`.
+    """
+    if not math.isfinite(value) or value == 0 or 10.0**-digits <= abs(value) < 1e6:
+        return f"{value:.{digits}f}"
+    return f"{value:.2g}"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws the latest `width` values as blocks between their minimum and maximum; `?` for one that is not finite."""
     recent = values[-width:]
