@@ -25,6 +25,20 @@ _KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.@-]+)+")
 OTHER = "other"
 """Phase of all time that no named phase covers."""
 
+PHASES: Mapping[str, str] = {
+    "startup": "until the first step may begin: engines, router, data, trainer, first publication",
+    "warm-up": "supervised steps before the first step of the loop",
+    "eval": "evaluation on held-out prompts",
+    "generate": "the trainer waits for its batch, which is generated only now",
+    "wait": "the trainer waits for its batch, which is generated ahead: what overlap did not hide",
+    "train": "training, and on shared GPUs the change of turns",
+    "checkpoint": "the part of a checkpoint that the loop waits for",
+    "publish": "publication of new weights to the engines",
+    "export": "the Hugging Face export at the end",
+    OTHER: "all the rest",
+}
+"""What the time of each phase is spent on."""
+
 
 def metric_line(step: int, attempt: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
     """Returns the line of one step.
@@ -105,9 +119,9 @@ class StepTimer:
         with timer.phase("generate"): ...      # phases may nest: the outer phase does not get the inner one's time
         step_time = timer.finish_step()
 
-    Phases in use: startup, warm-up, eval, generate, wait, train, checkpoint, publish, export, other. A count at the end
-    (`warm-up 40/200`) is for the display only. The timer calls `on_phase` (such as a display's `phase`) at each change.
-    It times the one task that drives the loop and does not support concurrent tasks.
+    `PHASES` are those in use. A count at the end (`warm-up 40/200`) is for the display only. The timer calls `on_phase`
+    (such as a display's `phase`) at each change. It times the one task that drives the loop and does not support
+    concurrent tasks.
     """
 
     def __init__(

@@ -116,6 +116,7 @@ class Handover:
             now=time.monotonic(),
             failed_attempts=sum(engines.client.statistics().failed_attempts.values()),
             aborted_requests=engines.aborts.requests,
+            measured={**engines.loads.take(), **engines.scorer.latency.take()},
         )
         version, concurrency = self.published_version, engines.slots.limit
 
