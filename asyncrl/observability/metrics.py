@@ -81,6 +81,14 @@ class MetricsLog:
                 f"{self._file.path}: step {step} could not be written ({reason}); free space there and run again"
             )
 
+    def earlier(self, step: int) -> list[dict[str, Any]]:
+        """The lines that earlier attempts wrote of their first `step` steps: of each step and evaluation, the last."""
+        kept: dict[tuple[int, bool], dict[str, Any]] = {}
+        for line in read_metrics(self._file.path):
+            if line.get("attempt", self._attempt) < self._attempt and line.get("step", step + 1) <= step:
+                kept[line["step"], "eval/accuracy" in line] = line
+        return list(kept.values())
+
     def close(self) -> None:
         """Closes the file. May be called again."""
         self._file.close()

@@ -71,6 +71,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """The sum of two time splits."""
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+
 def time_split_text(phases: Mapping[str, float]) -> str:
     """Formats a time split: `generate 62 %, train 30 %`. Largest phase first, without phases under half a percent."""
     return ", ".join(f"{name} {share:.0%}".replace("%", " %") for name, _, share in _shown(phases))
