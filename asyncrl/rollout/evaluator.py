@@ -17,10 +17,12 @@ from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.data.sample import Prompt, SampleGroup
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.observability.waits import waiting
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
 from asyncrl.rollout.group_events import Evaluated
+from asyncrl.rollout.handover import in_thread
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.tasks import run_all
 
@@ -48,10 +50,11 @@ class Evaluator:
         shared: Connection,
         connections: Connections,
         events: EventLog,
+        samples: SampleLog,
     ) -> None:
         """`shared` asks the training engines; `connections` opens and retires connections to other routers.
 
-        `prompts` is None where nothing is held out.
+        `prompts` is None where nothing is held out. `samples` keeps what was answered.
         """
         self._config = config
         self._prompts = prompts
@@ -59,6 +62,7 @@ class Evaluator:
         self._shared = self._asked = _Asked(shared)
         self._connections = connections
         self._events = events
+        self._samples = samples
         self._runs: Counter[int] = Counter()
         """Evaluations by rollout id: no id of a request is used twice."""
 
@@ -113,12 +117,14 @@ class Evaluator:
         except (RolloutError, TimeoutError) as error:  # the connection was closed, or it took too long
             reason = f"{error}; {done} prompts were done"
             return skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        await in_thread(lambda: self._samples.keep_evaluation(rollout_id, groups))
         return report_samples(
             rollout_id,
             [sample for group in groups for sample in group.samples],
             num_prompts=len(prompts),
             threshold=config.threshold,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
             pinned=pinned,
         )
 

@@ -42,6 +42,7 @@ from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
@@ -177,6 +178,7 @@ class RolloutExecutor:
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)
+        samples = SampleLog(config.run.dir, config.samples, self._events.attempt, self._tokenizer.decode)
         evaluator = Evaluator(
             config.eval,
             None if eval_prompts is None else eval_prompts.prompts,
@@ -184,8 +186,9 @@ class RolloutExecutor:
             connections=connections,
             shared=engines,
             events=self._events,
+            samples=samples,
         )
-        handover = Handover(config, production, self._ledger, engines, self._trainers)
+        handover = Handover(config, production, self._ledger, engines, self._trainers, samples)
         self._parts = _Parts(scorer, engines, stream, production, handover, evaluator, prompts.dropped_overlong)
 
     async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:

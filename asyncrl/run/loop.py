@@ -29,6 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 
 from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
@@ -129,6 +130,7 @@ class Run:
         job.disposal.push_async_callback(republishing.end)
         job.on_stop_now.extend([republishing.end, self._checkpoints.save_now])  # in this order: both use the trainer
         await self._checkpoints.resume(self.first)
+        await anyio.to_thread.run_sync(job.record.continue_after, self.first)
         await warm_up(job, self.trainer)
         await self.engines.wait_ready()
         await job.turns.publish(self._halves, None)  # no engine serves before it holds these weights

@@ -146,6 +146,9 @@ class Record:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def continue_after(self, step: int) -> None:
+        pass
+
     def start(self, num_steps: int, first: int) -> None:
         self.started = num_steps, first
 
