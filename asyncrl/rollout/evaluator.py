@@ -1,6 +1,8 @@
-"""Evaluator: samples the held-out prompts and reports one point of the curve.
+"""Evaluator: samples the held-out prompts and reports one point of the curve; or has a function of the user's do so.
 
 Invariants
+- On engines that only evaluate, and by a function, one checkpoint is evaluated: it is pinned first. A point names the
+  weights that made it.
 - An evaluation that fails is a skipped point with a reason, never the end of the run. Each point is an event.
 - The connection to an evaluation fleet is retired once that fleet was replaced and no evaluation uses it any more.
 """
@@ -11,15 +13,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from asyncrl.config.sections.run import EvalConfig
-from asyncrl.data.fleet import EvalFleetInfo
+from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.sample import Prompt, SampleGroup
-from asyncrl.errors import RolloutError
+from asyncrl.errors import AsyncRLError, EngineError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.rollout.connection import Connection, Connections
-from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
+from asyncrl.rollout.evaluation import EvalReport, external_report, report_samples, skipped_report
+from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import Evaluated
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.tasks import run_all
@@ -48,10 +52,14 @@ class Evaluator:
         shared: Connection,
         connections: Connections,
         events: EventLog,
+        pin: PinEvalFleet | None = None,
+        function: ExternalEvaluation | None = None,
     ) -> None:
         """`shared` asks the training engines; `connections` opens and retires connections to other routers.
 
-        `prompts` is None where nothing is held out.
+        `prompts` is None where nothing is held out, `function` where none of the user's evaluates. With `pin` the
+        engines that only evaluate, or the checkpoint for the function, are asked for before each evaluation; without,
+        `set_fleet` tells of them.
         """
         self._config = config
         self._prompts = prompts
@@ -59,6 +67,8 @@ class Evaluator:
         self._shared = self._asked = _Asked(shared)
         self._connections = connections
         self._events = events
+        self._pin = pin
+        self._function = function
         self._runs: Counter[int] = Counter()
         """Evaluations by rollout id: no id of a request is used twice."""
 
@@ -81,8 +91,18 @@ class Evaluator:
         """The skipped point of an evaluation that could not begin."""
         return self._reported(skipped_report(rollout_id, reason))
 
-    async def run(self, rollout_id: int) -> EvalReport:
-        """Samples every held-out prompt."""
+    async def run(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
+        """Evaluates the policy, or on engines that only evaluate the model in `hf_dir`."""
+        try:
+            if self._pin is not None and (self._config.beside or hf_dir is not None):
+                info = await self._pin(hf_dir)
+                if self._function is not None:
+                    return self._reported(await self._call(rollout_id, self._function, info))
+                self.set_fleet(info)
+            elif hf_dir is not None:
+                raise EngineError("no engines that only evaluate were given to this executor; see `start`")
+        except AsyncRLError as error:
+            return self.report_skip(rollout_id, str(error))
         if self._prompts is None:
             return self.report_skip(rollout_id, "there are no held-out prompts (eval.data)")
         asked = self._asked
@@ -92,6 +112,15 @@ class Evaluator:
         finally:
             asked.runs -= 1
             self._retire_unused(asked)
+
+    async def _call(self, rollout_id: int, function: ExternalEvaluation, info: EvalFleetInfo) -> EvalReport:
+        assert info.directory is not None, "a pin without engines is one of a directory"
+        began = time.monotonic()
+        try:
+            numbers = await function(info.directory)
+        except (RolloutError, TimeoutError) as error:
+            return skipped_report(rollout_id, str(error), seconds=time.monotonic() - began)
+        return external_report(rollout_id, numbers, version=info.version, seconds=time.monotonic() - began)
 
     async def _sample(self, rollout_id: int, prompts: tuple[Prompt, ...], asked: _Asked) -> EvalReport:
         config, generator = self._config, asked.connection.generator
@@ -130,6 +159,7 @@ class Evaluator:
                 num_samples=report.num_samples,
                 seconds=report.seconds,
                 skipped=report.skipped,
+                versions=report.versions,
             )
         )
         return report

@@ -34,7 +34,7 @@ from asyncrl.config import Config
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
-from asyncrl.data.fleet import EvalFleetInfo
+from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.data.staleness import Bound, step_of
@@ -44,6 +44,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.evaluator import Evaluator
+from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.handover import Handover, in_thread
 from asyncrl.rollout.metrics import RolloutMetrics
@@ -140,10 +141,11 @@ class RolloutExecutor:
         self._parts: _Parts | None = None
         self._to_close = AsyncExitStack()
 
-    async def start(self, task_group: TaskGroup) -> None:
+    async def start(self, task_group: TaskGroup, *, pin_eval_fleet: PinEvalFleet | None = None) -> None:
         """Loads the data, imports the reward and starts its workers, which live in `task_group` until `dispose`.
 
-        Needs no engine yet. Raises DataError, RewardError, ConfigError.
+        `pin_eval_fleet` brings the engines that only evaluate to a checkpoint. Needs no engine yet. Raises DataError,
+        RewardError, ConfigError.
         """
         config, rollout, held_out = self._config, self._config.rollout, self._config.eval.data
         wanted = config.reward
@@ -157,6 +159,9 @@ class RolloutExecutor:
         eval_prompts: PromptSet | None = None
         if held_out is not None:
             eval_prompts = await in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
+        external = None
+        if config.eval.function is not None:
+            external = await in_thread(lambda: ExternalEvaluation(config.eval, config.model.path))
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
@@ -182,6 +187,8 @@ class RolloutExecutor:
             connections=connections,
             shared=engines,
             events=self._events,
+            pin=pin_eval_fleet,
+            function=external,
         )
         handover = Handover(config, production, self._ledger, engines, self._trainers)
         self._parts = _Parts(scorer, engines, stream, production, handover, evaluator, prompts.dropped_overlong)
@@ -248,9 +255,13 @@ class RolloutExecutor:
         self._ledger.continue_counts(saved.ended, saved.drop_reasons)
         return reached
 
-    async def eval(self, rollout_id: int) -> EvalReport:
-        """Samples every held-out prompt; an evaluation that fails is a skipped point with a reason."""
-        return await self._started.evaluator.run(rollout_id)
+    async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
+        """Samples every held-out prompt; an evaluation that fails is a skipped point with a reason.
+
+        On engines of `eval.fleet`, which load the published weights first; or the model in `hf_dir`, a Hugging Face
+        directory, which nothing else can evaluate. `eval.function` gets the directory instead.
+        """
+        return await self._started.evaluator.run(rollout_id, hf_dir)
 
     def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
         """Evaluations go through the router of `info` from now on; None: through the training engines' router."""

@@ -146,4 +146,6 @@ class Evaluated(Event):
     accuracy: float | None
     num_samples: int
     seconds: float
+    versions: tuple[str, ...] = ()
+    """The weights that were evaluated."""
     skipped: str | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class FakeExecutor:
         self._groups = int(files["fake.json"])
         return Reached(self._groups, {})
 
-    async def eval(self, rollout_id: int) -> EvalReport:
+    async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
         return self.report_eval_skip(rollout_id, "a fake has nothing to evaluate")
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:

@@ -104,9 +104,9 @@ class ServedModelConfig(ServingConfig):
 
 
 class EvalFleetConfig(ServingConfig):
-    """Engines for evaluation only, with a router of their own. They start at the first evaluation, and load a
-    checkpoint before each, so that an evaluation holds up no publication. Without them the training engines
-    evaluate."""
+    """Engines for evaluation only, with a router of their own. They start at the first evaluation, and load a copy of
+    the published weights before each. Their start and each evaluation go on beside the loop: neither a step nor a
+    publication waits for them. Without them the training engines evaluate, and the loop waits."""
 
 
 class HealthConfig(Section):
