@@ -100,6 +100,8 @@ def _no_engines() -> EngineError:
 class SavedRollouts:
     """Stands in for the RolloutExecutor (`asyncrl.run.parts.RolloutPart`)."""
 
+    name: str = ""
+
     def __init__(self, directory: Path, stop: StopRequest) -> None:
         """The loop is asked to stop with the last batch in `directory`. Raises DataError where there is none."""
         self._directory = directory

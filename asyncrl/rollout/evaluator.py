@@ -40,6 +40,16 @@ class _Asked:
     """Evaluations in progress."""
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What evaluates beside the training engines."""
+
+    pin: PinEvalFleet
+    """Asked before each evaluation for the engines that only evaluate, or for the checkpoint of the function."""
+    function: ExternalEvaluation | None = None
+    """That of `eval.function`."""
+
+
 class Evaluator:
     """Asks the training engines, or the engines of the evaluation fleet once there is one."""
 
@@ -52,14 +62,13 @@ class Evaluator:
         shared: Connection,
         connections: Connections,
         events: EventLog,
-        pin: PinEvalFleet | None = None,
-        function: ExternalEvaluation | None = None,
+        beside: Beside | None = None,
+        executor: str = "",
     ) -> None:
         """`shared` asks the training engines; `connections` opens and retires connections to other routers.
 
-        `prompts` is None where nothing is held out, `function` where none of the user's evaluates. With `pin` the
-        engines that only evaluate, or the checkpoint for the function, are asked for before each evaluation; without,
-        `set_fleet` tells of them.
+        `prompts` is None where nothing is held out. Without `beside` only `set_fleet` tells of engines that only
+        evaluate. Ids begin with the name of the `executor`.
         """
         self._config = config
         self._prompts = prompts
@@ -67,8 +76,8 @@ class Evaluator:
         self._shared = self._asked = _Asked(shared)
         self._connections = connections
         self._events = events
-        self._pin = pin
-        self._function = function
+        self._beside = beside
+        self._executor = executor
         self._runs: Counter[int] = Counter()
         """Evaluations by rollout id: no id of a request is used twice."""
 
@@ -94,10 +103,10 @@ class Evaluator:
     async def run(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
         """Evaluates the policy, or on engines that only evaluate the model in `hf_dir`."""
         try:
-            if self._pin is not None and (self._config.beside or hf_dir is not None):
-                info = await self._pin(hf_dir)
-                if self._function is not None:
-                    return self._reported(await self._call(rollout_id, self._function, info))
+            if self._beside is not None and (self._config.beside or hf_dir is not None):
+                info = await self._beside.pin(hf_dir)
+                if self._beside.function is not None:
+                    return self._reported(await self._call(rollout_id, self._beside.function, info))
                 self.set_fleet(info)
             elif hf_dir is not None:
                 raise EngineError("no engines that only evaluate were given to this executor; see `start`")
@@ -125,7 +134,11 @@ class Evaluator:
     async def _sample(self, rollout_id: int, prompts: tuple[Prompt, ...], asked: _Asked) -> EvalReport:
         config, generator = self._config, asked.connection.generator
         pinned = None if asked.info is None else asked.info.version
-        name = f"e{rollout_id:07d}" + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
+        name = (
+            (f"{self._executor}-" if self._executor else "")
+            + f"e{rollout_id:07d}"
+            + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
+        )
         self._runs[rollout_id] += 1
         began, done = time.monotonic(), 0
 
@@ -154,6 +167,7 @@ class Evaluator:
     def _reported(self, report: EvalReport) -> EvalReport:
         self._events.emit(
             Evaluated(
+                executor=self._executor,
                 rollout_id=report.rollout_id,
                 accuracy=report.accuracy,
                 num_samples=report.num_samples,

@@ -21,6 +21,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -39,11 +40,11 @@ from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import RolloutError
+from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport
-from asyncrl.rollout.evaluator import Evaluator
+from asyncrl.rollout.evaluator import Beside, Evaluator
 from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.handover import Handover, in_thread
@@ -63,6 +64,8 @@ from asyncrl.rollout.scheduling.filters import Filters
 from asyncrl.rollout.scheduling.group import GroupState, Issue
 from asyncrl.rollout.scheduling.ledger import Ledger, Reached
 from asyncrl.rollout.scheduling.production import Production
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 _log = structlog.get_logger(__name__)
 
@@ -123,17 +126,22 @@ class RolloutExecutor:
         name: str = "",
     ) -> None:
         """`host` runs the reward workers (None where there are none); their logs go to `log_dir`. All of `trainers`
-        train on every batch. `name` tells the processes of several executors of one job apart.
+        train on every batch. `name` tells several executors of one job apart: their ids, processes and files.
 
-        Raises ConfigError for sampling that cannot work with this model.
+        Raises ConfigError for sampling that cannot work with this model, and for a name that is no word.
         """
+        if name and not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"the name of a rollout executor is a letter, then letters, digits and underscores, and not {name!r}"
+            )
         self._config = config
         self._router_url = router_url
         self._host = host
         self._events = events
         self._tokenizer = tokenizer
         self._log_dir = log_dir
-        self._name = name
+        self.name = name
+        """Empty for the only executor of a job. Ids of groups, samples and requests begin with it."""
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
         self._ledger = Ledger(events.emit)
@@ -152,7 +160,7 @@ class RolloutExecutor:
         reward = await in_thread(lambda: resolve_reward(wanted.function, wanted.args, wanted.scope))
         filters = await in_thread(lambda: Filters(rollout.filters))
         algorithm = await in_thread(lambda: make_algorithm(config))
-        scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self._name)
+        scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self.name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
         prompts = await in_thread(lambda: self._load(config.data, self._sampling, "data"))
@@ -165,7 +173,7 @@ class RolloutExecutor:
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
-        stream = await in_thread(lambda: PromptStream.of(prompts, config.data))
+        stream = await in_thread(lambda: PromptStream.of(prompts, config.data, self.name))
         production = Production(
             Limits(rollout.prompts_per_step, Bound.of(config).batches, rollout.oversample, rollout.straggler),
             stream=stream,
@@ -187,10 +195,10 @@ class RolloutExecutor:
             connections=connections,
             shared=engines,
             events=self._events,
-            pin=pin_eval_fleet,
-            function=external,
+            beside=None if pin_eval_fleet is None else Beside(pin_eval_fleet, external),
+            executor=self.name,
         )
-        handover = Handover(config, production, self._ledger, engines, self._trainers)
+        handover = Handover(config, production, self._ledger, engines, self._trainers, self.name)
         self._parts = _Parts(scorer, engines, stream, production, handover, evaluator, prompts.dropped_overlong)
 
     async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:

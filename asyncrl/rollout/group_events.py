@@ -142,6 +142,8 @@ class Evaluated(Event):
     """An evaluation ended, or was skipped for a reason."""
 
     kind: ClassVar[str] = "evaluated"
+    executor: str = ""
+    """Name of the executor; empty for the one without a name."""
     rollout_id: int
     accuracy: float | None
     num_samples: int

@@ -37,9 +37,17 @@ class Handover:
     """The way of a batch from production to the trainers and back as a commit."""
 
     def __init__(
-        self, config: Config, production: Production, ledger: Ledger, engines: Connection, trainers: Sequence[str]
+        self,
+        config: Config,
+        production: Production,
+        ledger: Ledger,
+        engines: Connection,
+        trainers: Sequence[str],
+        name: str = "",
     ) -> None:
-        """Every one of `trainers` trains on every batch. `engines` made the samples."""
+        """Every one of `trainers` trains on every batch. `engines` made the samples. `name` is that of the executor."""
+        self._directory = config.run.dir / (f"{ROLLOUTS}-{name}" if name else ROLLOUTS)
+        """Where `debug.save_rollouts` keeps batches."""
         self._config = config
         self._production = production
         self._ledger = ledger
@@ -117,7 +125,7 @@ class Handover:
             )
             batch = RolloutBatch.from_groups(rollout_id, taken.samples, self._config.rollout.temperature)
             if self._config.debug.save_rollouts:
-                keep_batch(batch, self._config.run.dir / ROLLOUTS, {"rollout": asdict(metrics)})
+                keep_batch(batch, self._directory, {"rollout": asdict(metrics)})
             return metrics, batch
 
         with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it

@@ -47,7 +47,7 @@ from asyncrl.tasks import RunningTask
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.batch import RolloutBatch
     from asyncrl.rollout.evaluation import EvalReport
-    from asyncrl.run.parts import EngineUser, RolloutComponents, TrainingPart
+    from asyncrl.run.parts import RolloutComponents, RolloutPart, TrainingPart
     from asyncrl.weights.publication import PublicationReport
 
 
@@ -73,6 +73,7 @@ class Run:
     ) -> None:
         """Use `start`."""
         self.job = job
+        self.components = components
         self.engines, self.executor, per_epoch = components
         self.trainer = trainer
         self.first = 0
@@ -134,9 +135,16 @@ class Run:
         await self.engines.wait_ready()
         await job.turns.publish(self._halves, None)  # no engine serves before it holds these weights
 
-    def add_executor(self, executor: EngineUser) -> None:
-        """Tells `executor`, a started one in front of the same engines, of every pause and all weights from now on."""
+    async def add_executor(self, executor: RolloutPart) -> None:
+        """From now on `executor`, a started one in front of the same engines, is a part of the run.
+
+        It hears of every pause and of all weights, and is in every checkpoint; where the run was resumed, it goes on
+        where it was. The trainer trains its batches at the steps of the run: `executor.get(step)`, then
+        `executor.commit(step)`. Raises ConfigError for a second executor of one name, DataError and CheckpointError as
+        a resume does.
+        """
         self.job.pauses.add(executor)
+        await self._checkpoints.add(executor)
 
     # the stages of a step
 

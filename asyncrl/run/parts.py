@@ -104,6 +104,9 @@ class EngineUser(Protocol):
 class RolloutPart(EngineUser, Protocol):
     """Makes the batches; a `RolloutExecutor` is one."""
 
+    name: str
+    """Empty for the only executor of a job."""
+
     @property
     def last_rollout(self) -> RolloutMetrics:
         """Figures of the batch that `get` returned last."""

@@ -62,6 +62,7 @@ class Executor(Noted):
     """An executor whose batches are `BATCH`."""
 
     last_rollout = None
+    name = ""
 
     def __init__(self, calls: list[str], **answers: Any) -> None:
         super().__init__("executor", calls, **({"get": "BATCH", "save": {}} | answers))

@@ -123,8 +123,9 @@ async def test_an_executor_that_is_added_later_hears_of_pauses_and_of_the_weight
     async with started(Engines(calls), Executor(calls), Trainer(calls)) as run:
         run.job.pauses.serve("0.0")
         other: Any = Executor(others)
-        run.add_executor(other)
-        run.add_executor(other)
+        other.name = "code"
+        await run.add_executor(other)
+        await run.add_executor(other)
         assert others == ["executor.set_weight_version 0.0"]
         run.job.pauses.begin("a test").end()
         assert others[1:] == ["executor.engines_paused", "executor.engines_resumed"] == calls[-2:]
