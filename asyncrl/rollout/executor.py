@@ -141,7 +141,7 @@ class RolloutExecutor:
         self._tokenizer = tokenizer
         self._log_dir = log_dir
         self.name = name
-        """Empty for the only executor of a job. Ids of groups, samples and requests begin with it."""
+        """Empty for the only executor of a job. Ids of groups and samples begin with it."""
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
         self._ledger = Ledger(events.emit)

@@ -25,6 +25,8 @@ from asyncrl.rollout.scheduling.ledger import Ledger, Reached
 class FakeExecutor:
     """A RolloutExecutor that makes its samples up; rewards alternate within each group."""
 
+    name = ""
+
     def __init__(self, *, prompts_per_step: int = 2, samples_per_prompt: int = 4, tokens: int = 3) -> None:
         self.version = ""
         self._prompts_per_step = prompts_per_step
