@@ -1,5 +1,6 @@
 """Looks at runs and their engines, asks running jobs for something, fetches a model.
 
+asyncrl new DIR                         a loop, a recipe and a reward of your own to begin with
 asyncrl report RUN                      what happened in a run directory
 asyncrl stop RUN                        finish the step in progress, then leave
 asyncrl health RUN                      the engines of a running job
@@ -33,6 +34,21 @@ _BY_SIGNAL = 128
 
 app = tyro.extras.SubcommandApp()
 cell = tyro.extras.SubcommandApp()
+
+
+@app.command
+def new(directory: Positional[Path], *, loop: Literal["train", "train_async", "own"] = "train") -> None:
+    """Writes a loop, a recipe and a reward, which run as they are: the demo with a reward of your own.
+
+    Args:
+        directory: Where to write them; it is made where it is missing.
+        loop: Which loop: one step after the other, with the engines ahead, or one that trains in another way.
+    """
+    from asyncrl.new import write_project
+
+    loop_file, *_ = written = write_project(directory, loop)
+    print("\n".join(map(str, written)))
+    print(f"\ncd {directory}\npython {loop_file.name} @ recipe.toml --dry-run\npython {loop_file.name} @ recipe.toml")
 
 
 @app.command
