@@ -45,8 +45,14 @@ class Handover:
         engines: Connection,
         trainers: Sequence[str],
         samples: SampleLog,
+        name: str = "",
     ) -> None:
-        """Every one of `trainers` trains on every batch. `engines` made the samples, and `samples` keeps some."""
+        """Every one of `trainers` trains on every batch. `engines` made the samples, and `samples` keeps some.
+
+        `name` is that of the executor.
+        """
+        self._directory = config.run.dir / (f"{ROLLOUTS}-{name}" if name else ROLLOUTS)
+        """Where `debug.save_rollouts` keeps batches."""
         self._config = config
         self._production = production
         self._ledger = ledger
@@ -128,7 +134,7 @@ class Handover:
             self._samples.keep_step(rollout_id + 1, taken.samples)
             if self._config.debug.save_rollouts:
                 facts = {"rollout": asdict(metrics), "samples": self._samples.records(taken.samples)}
-                keep_batch(batch, self._config.run.dir / ROLLOUTS, facts)
+                keep_batch(batch, self._directory, facts)
             return metrics, batch
 
         with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it

@@ -50,6 +50,13 @@ README = Path(__file__).parents[2] / "README.md"
             "3 is no multiple of 2 (train.update_weights_interval)",
         ),
         (
+            ["--eval.function", "asyncrl.demo.task:heldout_prompts", "--eval.data.source", "train.jsonl"],
+            "eval.function",
+            "evaluates in the place of eval.data; take one of the two out",
+        ),
+        (["--eval.function", "no_such:evaluate"], "eval.function", "there is no module 'no_such'"),
+        (["--eval.function-args.k", "4"], "eval.function_args", "set eval.function"),
+        (
             ["--weights.on-update", "in_place", "--engine.server-args.speculative-algorithm", "NGRAM"],
             "weights.on_update",
             "it makes an unknown number of tokens",

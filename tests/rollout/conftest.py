@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.data.fleet import PinEvalFleet
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
@@ -54,6 +55,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
         host: ProcessHost | None = None,
         trainers: tuple[str, ...] = (TRAINER,),
         name: str = "",
+        pin_eval_fleet: PinEvalFleet | None = None,
         **sections: dict[str, Any],
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
@@ -76,7 +78,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
                 name=name,
             )
             try:
-                await executor.start(task_group)
+                await executor.start(task_group, pin_eval_fleet=pin_eval_fleet)
                 yield executor
             finally:
                 await executor.dispose()
