@@ -62,20 +62,22 @@ class Executor(Noted):
     """An executor whose batches are `BATCH`."""
 
     last_rollout = None
+    name = ""
 
     def __init__(self, calls: list[str], **answers: Any) -> None:
         super().__init__("executor", calls, **({"get": "BATCH", "save": {}} | answers))
 
-    async def eval(self, step: int) -> Any:
-        self.note("eval", step)
-        return self._answers.get("eval", skipped_report(step, "nothing is asked"))
+    async def eval(self, step: int, hf_dir: Any = None) -> Any:
+        self.note("eval", step, hf_dir)
+        answer = self._answers.get("eval", skipped_report(step, "nothing is asked"))
+        return await answer(step) if callable(answer) else answer
 
     def report_eval_skip(self, step: int, reason: str) -> Any:
         self.note("report_eval_skip", step)
         return skipped_report(step, reason)
 
     def __getattr__(self, method: str) -> Any:
-        if method in ("engines_paused", "engines_resumed", "set_weight_version", "set_eval_fleet", "generate_ahead"):
+        if method in ("engines_paused", "engines_resumed", "set_weight_version", "generate_ahead"):
             return lambda *args: self.note(method, *args)
         if method == "settle":
             return lambda *args: self.note(method, *args)
@@ -145,6 +147,9 @@ class Record:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def continue_after(self, step: int) -> None:
+        pass
 
     def start(self, num_steps: int, first: int) -> None:
         self.started = num_steps, first

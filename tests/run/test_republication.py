@@ -62,6 +62,8 @@ class Trainer:
 class Executor:
     """A batch is one token, an evaluation another."""
 
+    name = ""
+
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.versions: list[str] = []

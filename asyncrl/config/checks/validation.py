@@ -14,7 +14,7 @@ from asyncrl.config.checks import engine_args, router_args
 from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
-from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS, function_problems
 from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
@@ -39,6 +39,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_schedule_problems(config),
         *_staleness_problems(config),
         *_interval_problems(config),
+        *_eval_problems(config),
         *_update_problems(config),
         *_batch_problems(config, machine),
         *_length_problems(config, facts),
@@ -111,6 +112,18 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def _eval_problems(config: Config) -> Iterator[Problem]:
+    evaluation = config.eval
+    if evaluation.function is None:
+        if evaluation.function_args:
+            yield Problem("eval.function_args", "has no function to go to; set eval.function")
+        return
+    yield from function_problems("eval.function", evaluation.function)
+    for key, other in (("eval.data", evaluation.data), ("eval.fleet", evaluation.fleet)):
+        if other is not None:
+            yield Problem("eval.function", f"evaluates in the place of {key}; take one of the two out")
+
+
 def _staleness_problems(config: Config) -> Iterator[Problem]:
     asked, least, train = config.rollout.max_staleness, least_staleness(config), config.train
     interval, steps = train.update_weights_interval, train.optimizer_steps_per_batch
@@ -126,7 +139,7 @@ def _staleness_problems(config: Config) -> Iterator[Problem]:
 
 def _interval_problems(config: Config) -> Iterator[Problem]:
     every, interval = config.eval.every, config.train.update_weights_interval
-    if config.eval.data is not None and every is not None and every % interval:
+    if config.eval.enabled and every is not None and every % interval:
         yield Problem(
             "eval.every",
             f"{every} is no multiple of {interval} (train.update_weights_interval): what is evaluated are the "
