@@ -184,7 +184,7 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
     ],
 )
 def test_an_unusual_setting_that_works_is_not_refused(load, argv):
-    Path("my_rewards.py").touch()
+    Path("my_rewards.py").write_text("from anywhere import *")
     load(*argv)
 
 

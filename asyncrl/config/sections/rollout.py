@@ -70,16 +70,19 @@ class RolloutConfig(Section):
     which no batch has room before it is too old is dropped (favours short responses)."""
 
 
+RewardScope = Literal["sample", "group"]
+
+
 class RewardConfig(Section):
     """How a sample is scored."""
 
     function: str = "exact_match"
     """Name in the registry (exact_match, math_verify, reasoning_gym, length) or a dotted path
-    `package.module:function`; sync or async, called with (sample, prompt), returning a number, or a dict: its `score` is
-    the reward and its other numbers are logged as rollout/reward/<name>_mean; without `score` their sum is the
+    `package.module:function`; sync or async, called with (sample, prompt). It returns a number, or a dict: its `score`
+    is the reward and its other numbers are logged as rollout/reward/<name>_mean; without `score` their sum is the
     reward."""
 
-    scope: Literal["sample", "group"] = "sample"
+    scope: RewardScope = "sample"
     """What one call scores. sample: one sample, as soon as it is generated; group: a `package.module:function` is
     called with (samples, prompt) once all samples of the prompt are there, and returns a float for each sample, or
     None to abstain. Samples that could not be generated are left out."""
