@@ -174,18 +174,24 @@ def test_our_own_names_and_names_that_say_nothing_pass_with_any_further_argument
     [
         (
             {"args": {"bonsu": 1}},
-            "reward.args.bonsu: code_of_mine:score is called as (sample, prompt, **args), and it takes bonus; did you "
-            "mean bonus?",
+            (
+                "reward.args.bonsu: code_of_mine:score is called as (sample, prompt, **args), and it takes bonus; did "
+                "you mean bonus?"
+            ),
         ),
         (
             {"scope": "group"},
-            "reward.scope: code_of_mine:score is called as (samples, prompt, **args), and its first parameter is "
-            '`sample`; set reward.scope = "sample"',
+            (
+                "reward.scope: code_of_mine:score is called as (samples, prompt, **args), and its first parameter is "
+                '`sample`; set reward.scope = "sample"'
+            ),
         ),
         (
             {"function": "code_of_mine:later"},
-            "reward.args: code_of_mine:later is called as (sample, prompt, **args), which it does not take: missing a "
-            "required argument: 'weight'",
+            (
+                "reward.args: code_of_mine:later is called as (sample, prompt, **args), which it does not take: "
+                "missing a required argument: 'weight'"
+            ),
         ),
     ],
 )
