@@ -20,6 +20,7 @@ from asyncrl.config.checks.named_code import (
     reward_problems,
     source_problems,
 )
+from asyncrl.config.checks.trackers import tracker_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.sections.data import DataConfig
@@ -55,6 +56,7 @@ def input_problems(config: Config) -> Iterator[Problem]:
     yield from _template_problems(config)
     yield from filter_problems(config.rollout.filters)
     yield from algorithm_problems(config.train)
+    yield from tracker_problems(config.track)
     for key, source, needed in _sources(config):
         if not needed:
             continue

@@ -14,7 +14,7 @@ from asyncrl.config.checks import engine_args, router_args
 from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
-from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS, function_problems
 from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
@@ -26,6 +26,10 @@ from asyncrl.config.sections.data import DataConfig
 
 _AGENT_GRACE_S = 30.0
 """From the signal that torchrun passes on to its ranks until it kills them."""
+_FILES_PER_REQUEST = 2
+"""Sockets of the router for a request in flight: one to the client, one to the engine."""
+_OTHER_FILES = 128
+"""What a router or a driver opens beside its requests; 30 to 60 counted."""
 
 
 def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
@@ -35,6 +39,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_schedule_problems(config),
         *_staleness_problems(config),
         *_interval_problems(config),
+        *_eval_problems(config),
         *_update_problems(config),
         *_batch_problems(config, machine),
         *_length_problems(config, facts),
@@ -107,6 +112,18 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def _eval_problems(config: Config) -> Iterator[Problem]:
+    evaluation = config.eval
+    if evaluation.function is None:
+        if evaluation.function_args:
+            yield Problem("eval.function_args", "has no function to go to; set eval.function")
+        return
+    yield from function_problems("eval.function", evaluation.function)
+    for key, other in (("eval.data", evaluation.data), ("eval.fleet", evaluation.fleet)):
+        if other is not None:
+            yield Problem("eval.function", f"evaluates in the place of {key}; take one of the two out")
+
+
 def _staleness_problems(config: Config) -> Iterator[Problem]:
     asked, least, train = config.rollout.max_staleness, least_staleness(config), config.train
     interval, steps = train.update_weights_interval, train.optimizer_steps_per_batch
@@ -122,7 +139,7 @@ def _staleness_problems(config: Config) -> Iterator[Problem]:
 
 def _interval_problems(config: Config) -> Iterator[Problem]:
     every, interval = config.eval.every, config.train.update_weights_interval
-    if config.eval.data is not None and every is not None and every % interval:
+    if config.eval.enabled and every is not None and every % interval:
         yield Problem(
             "eval.every",
             f"{every} is no multiple of {interval} (train.update_weights_interval): what is evaluated are the "
@@ -274,6 +291,15 @@ def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             "run.stop_grace_s",
             f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
             "signal; use less",
+        )
+    concurrency = config.rollout.concurrency
+    needed = _FILES_PER_REQUEST * concurrency + _OTHER_FILES
+    if machine.open_files is not None and machine.open_files < needed and not config.debug.train_only:
+        most = max(1, (machine.open_files - _OTHER_FILES) // _FILES_PER_REQUEST)
+        yield Problem(
+            "rollout.concurrency",
+            f"{concurrency} requests in flight need {needed} open files in the router, and this machine allows a "
+            f"process {machine.open_files}: raise the hard limit (ulimit -Hn, LimitNOFILE=), or use at most {most}",
         )
     if config.engine.cpus is not None:
         absent = sorted(set(config.engine.cpus) - set(machine.cpus))
