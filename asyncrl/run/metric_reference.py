@@ -35,6 +35,9 @@ What to look at first: `rollout/reward_mean` (does it learn?), `rollout/zero_var
 """
 
 
+_NO_METRICS = ("rollout_id", "failure", "reward_parts")
+
+
 def reference() -> str:
     """The text of docs/metrics.md."""
     sections = {
@@ -63,7 +66,8 @@ def explanations() -> dict[str, str]:
     rollout, evaluation = field_docstrings(RolloutMetrics), field_docstrings(EvalReport)
     phases = {f"time/{name}_s": f"Seconds of phase {name}: {what}." for name, what in PHASES.items()}
     return {
-        **{f"rollout/{name}": text for name, text in rollout.items() if name not in ("rollout_id", "failure")},
+        **{f"rollout/{name}": text for name, text in rollout.items() if name not in _NO_METRICS},
+        "rollout/reward/<part>_mean": rollout["reward_parts"],
         **learner.METRICS,
         **grpo.METRICS,
         **publication.METRICS,
