@@ -110,12 +110,14 @@ class Builder:
             context_length=model.context_length,
         )
         cores = config.engine.cpus or tuple(sorted(os.sched_getaffinity(0)))
+        scratch = self._scratch.next() if device == "cpu" else None
         spec = ProcessSpec(
             name=placement.engine_id,
             argv=argv,
-            env=engine_environment(placement, device=device, cores=cores, scratch=self._scratch.path),
+            env=engine_environment(placement, device=device, cores=cores, scratch=scratch),
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
+            scratch=None if scratch is None else str(scratch),
         )
         return engine, HostedProcess(spec, host)
 

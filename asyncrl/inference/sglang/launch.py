@@ -75,12 +75,12 @@ def _is_negatable(name: str) -> bool:
 
 
 def engine_environment(
-    placement: EnginePlacement, *, device: Device, cores: tuple[int, ...], scratch: Path
+    placement: EnginePlacement, *, device: Device, cores: tuple[int, ...], scratch: Path | None
 ) -> dict[str, str]:
     """Variables of an engine's environment on top of the host's.
 
-    The engine may use `cores`. On CPU its sockets and temporary files lie in `scratch`, so that they go with the job.
-    On GPU the temporary directory also holds compile caches, which are worth keeping.
+    The engine may use `cores`. Its sockets and temporary files lie in `scratch`, so that they go with it. None: in
+    the machine's directory, as on GPUs, where compile caches lie there that are worth keeping.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": placement.visible_devices,
@@ -98,7 +98,6 @@ def engine_environment(
     if device == "cpu":
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
-            "TMPDIR": str(scratch),
             # More threads per engine cost throughput on small models, and two engines then collapse (17 x).
             "OMP_NUM_THREADS": "1",
             # A crash must end the process at once: there is no GPU to dump, and the stacks are not read.
@@ -106,6 +105,8 @@ def engine_environment(
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         }
+        if scratch is not None:
+            environment["TMPDIR"] = str(scratch)
         if placement.tensor_parallel > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_threads(cores, placement.tensor_parallel)
     return environment
