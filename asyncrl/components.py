@@ -23,9 +23,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.run.job import Job
 from asyncrl.run.loop import Run
 from asyncrl.run.parts import RolloutComponents, TrainingPart
+from asyncrl.served import declare_models
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.inference.controller import InferenceController
     from asyncrl.rollout.executor import RolloutExecutor
     from asyncrl.training.train_group import Publishing
 
@@ -53,9 +55,11 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     from asyncrl.control.server import serve_control
     from asyncrl.inference.controller import InferenceController
     from asyncrl.inference.engine_commands import EngineCommands, refuse_without_engines
+    from asyncrl.run.trackers import start_trackers
 
     if job.config.debug.train_only:
         serve_control(job.task_group, job.directory.control, refuse_without_engines)
+        await start_trackers(job, None)
         return _without_engines(job)
     controller = InferenceController(
         _config_of_engines(job.config),
@@ -67,18 +71,60 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     )
     job.disposal.push_async_callback(controller.dispose)
     await controller.start(job.task_group)
+    await start_trackers(job, controller.router_url)
     serve_control(job.task_group, job.directory.control, EngineCommands(controller))
+    declare_models(controller.fleet().model_urls)
 
     # torch and transformers take seconds to import; by now the engines are importing theirs.
-    executor = await anyio.to_thread.run_sync(
-        _build_executor, job, controller.router_url, trainers, abandon_on_cancel=True
-    )
-    job.disposal.push_async_callback(executor.dispose)
-    await executor.start(job.task_group)
-    job.pauses.add(executor)
+    executor = await _start_executor(job, job.config, controller, trainers)
     await job.turns.make_room(controller)
     per_epoch = executor.get_num_rollout_per_epoch() if job.config.train.num_steps is None else None
     return RolloutComponents(controller, executor, per_epoch)
+
+
+async def create_rollout_executor(
+    job: Job,
+    components: RolloutComponents,
+    *,
+    name: str,
+    config: Config | None = None,
+    trainers: Sequence[str] = ("trainer",),
+) -> RolloutExecutor:
+    """Another executor in front of the engines of `components` (`run.components`): another task, other sampling.
+
+        code = await create_rollout_executor(job, run.components, name="code", config=job.config.model_copy(update=...))
+        await run.add_executor(code)             # from now on it is in every checkpoint
+        batch = await code.get(step)             # train on it, then
+        await code.commit(step)
+
+    Args:
+        name: what tells its groups, events, files and processes from those of others.
+        config: what it samples, from which data, with which reward; None: what the job says.
+        trainers: as for `create_rollout_components`.
+
+    Raises ConfigError for a name that is no word and for a job without engines, DataError and RewardError as a start
+    does.
+    """
+    from asyncrl.inference.controller import InferenceController
+
+    controller = components.inference_controller
+    if not name:
+        raise ConfigError("a second rollout executor needs a name; the one without a name is that of the components")
+    if not isinstance(controller, InferenceController):
+        raise ConfigError(f"debug.train_only has no engines that a rollout executor {name!r} could ask")
+    return await _start_executor(job, config or job.config, controller, trainers, name)
+
+
+async def _start_executor(
+    job: Job, config: Config, controller: InferenceController, trainers: Sequence[str], name: str = ""
+) -> RolloutExecutor:
+    executor = await anyio.to_thread.run_sync(
+        _build_executor, job, config, controller.router_url, trainers, name, abandon_on_cancel=True
+    )
+    job.disposal.push_async_callback(executor.dispose)
+    await executor.start(job.task_group, pin_eval_fleet=controller.pin_eval_fleet)
+    job.pauses.add(executor)
+    return executor
 
 
 def _config_of_engines(config: Config) -> Config:
@@ -97,18 +143,19 @@ def _without_engines(job: Job) -> RolloutComponents:
     return RolloutComponents(NoEngines(), executor, per_epoch)
 
 
-def _build_executor(job: Job, router_url: str, trainers: Sequence[str]) -> RolloutExecutor:
+def _build_executor(job: Job, config: Config, router_url: str, trainers: Sequence[str], name: str) -> RolloutExecutor:
     from asyncrl.data.tokenizer import PolicyTokenizer
     from asyncrl.rollout.executor import RolloutExecutor
 
     return RolloutExecutor(
-        job.config,
+        config,
         router_url=router_url,
         host=job.hosts[job.layout.rewards.node],
         events=job.events,
         tokenizer=PolicyTokenizer.load(job.config.model.path),
         log_dir=job.directory.logs,
         trainers=trainers,
+        name=name,
     )
 
 
@@ -198,6 +245,7 @@ __all__ = [
     "RolloutComponents",
     "Run",
     "create_rollout_components",
+    "create_rollout_executor",
     "create_train_group",
     "run_job",
     "start_run",

@@ -55,6 +55,10 @@ class HostLostError(EngineError):
     """The engine host has ended, and with it every process that it spawned."""
 
 
+class ServedModelError(AsyncRLError):
+    """A model of `[models.NAME]` is not served, refuses a question, or does not answer it in time."""
+
+
 class WeightUpdateError(AsyncRLError):
     """A publication of weights failed."""
 

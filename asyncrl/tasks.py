@@ -138,6 +138,10 @@ class BackgroundTask:
         with anyio.CancelScope(shield=True):
             await self._ended.wait()
 
+    async def wait(self) -> None:
+        """Returns once the task has ended by itself, or was ended."""
+        await self._ended.wait()
+
     async def _run(self, work: Call[object]) -> None:
         try:
             with self._scope:

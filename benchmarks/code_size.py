@@ -80,12 +80,15 @@ class Summary:
 
 
 def read_modules(root: Path, package: str = PACKAGE) -> dict[str, Module]:
-    """Modules of `package` in the checkout at `root`, by dotted name. Raises FileNotFoundError, SyntaxError."""
+    """Modules of `package` in the checkout at `root`, by dotted name; links to the loops are none of them.
+
+    Raises FileNotFoundError, SyntaxError.
+    """
     folder = root / package
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; --root and --before name a checkout that holds {package}/")
     modules = {}
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(path for path in folder.rglob("*.py") if not path.is_symlink()):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         source = path.read_text()

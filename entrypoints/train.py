@@ -1,8 +1,9 @@
 """Trains a policy, one step after the other: generate, train, publish.
 
-    torchrun --nproc-per-node 1 entrypoints/train.py @ entrypoints/recipes/demo.toml --train.lr 1e-3
+    python entrypoints/train.py @ entrypoints/recipes/demo.toml --train.lr 1e-3
 
-This is the whole loop. Copy this file to write your own; `asyncrl.components` has all that it needs.
+This is the whole loop. Copy this file to write your own (`asyncrl new DIR` does); `asyncrl.components` has all that it
+needs. Several ranks: `torchrun --nproc-per-node 4`, with `-m asyncrl.train` for the file where it is installed.
 """
 
 from __future__ import annotations

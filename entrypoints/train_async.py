@@ -1,6 +1,6 @@
 """Trains a policy while the engines generate ahead: neither half waits for the other without need.
 
-    torchrun --nproc-per-node 1 entrypoints/train_async.py @ entrypoints/recipes/demo.toml --rollout.max_staleness 1
+    python entrypoints/train_async.py @ entrypoints/recipes/demo.toml --rollout.max_staleness 1
 
 How far ahead is what `rollout.max_staleness` allows: 0 is the loop of train.py, 1 has the engines work on the next
 batch while the trainer works on this one, more lets slow responses take longer than a step. The bound is never

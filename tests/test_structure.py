@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": BASE,
     "run_directory": BASE,
     "tasks": set(),
+    "served": {"errors"},
     "algorithms": BASE,
     "observability": BASE | {"asyncrl"},
     "host": BASE | {"observability"},
@@ -42,14 +43,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exit_protocol": BASE | {"observability", "host"},
     "weights": BASE | {"observability"},
     "inference": BASE | {"control", "observability", "host", "weights"},
-    "rollout": BASE | {"algorithms", "observability", "host"},
+    "rollout": BASE | {"algorithms", "observability", "host", "served"},
     "training": BASE | {"algorithms", "observability", "weights"},
-    "demo": BASE | {"observability"},
+    "demo": BASE | {"observability", "served"},
     "run": BASE | {"observability", "exit_protocol"} | PARTS - {"inference"},
     "driver": BASE | {"observability", "exit_protocol", "run"} | PARTS,
     "debugging": BASE | {"observability", "exit_protocol", "run"} | PARTS,
-    "components": BASE | {"control", "observability", "debugging", "driver", "run"} | PARTS,
-    "cli": BASE | {"control", "observability", "demo"},
+    "components": BASE | {"control", "observability", "debugging", "driver", "run", "served"} | PARTS,
+    "evaluate": BASE | {"components"},
+    "new": {"errors"},
+    "cli": BASE | {"control", "observability", "demo", "evaluate", "inference", "new"},
 }
 """Section → the sections that it may import. A section is a folder or a module directly under `asyncrl/`."""
 

@@ -5,9 +5,11 @@ None of them gives access to an engine's process. The holder of a record can onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
@@ -24,6 +26,18 @@ def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> st
     if sticky == "off":
         return None
     return sample_id.rpartition(".")[0] if sticky == "group" else sample_id
+
+
+def stamp_of(version: str, engine_id: str) -> str:
+    """Returns what engine `engine_id` stamps on the tokens that weights `version` make: `0.3@engine-1`."""
+    return f"{version}@{engine_id}"
+
+
+@lru_cache(maxsize=4096)
+def read_stamp(stamp: str) -> tuple[str, str]:
+    """Returns version and engine id of a stamp; the id is empty for a stamp that this program did not set."""
+    version, _, engine_id = stamp.partition("@")
+    return version, engine_id
 
 
 ACTOR = "actor"
@@ -102,14 +116,21 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True)
 class EvalFleetInfo:
-    """Engines that only evaluate; all of them hold the weights of one checkpoint."""
+    """What only evaluates: engines that all hold the weights of one checkpoint, or the checkpoint alone."""
 
     router_url: str
-    """Router in front of them."""
+    """Router in front of the engines."""
     version: str
     """Version of the checkpoint; the engines stamp every token with it."""
     engine_urls: tuple[str, ...]
-    """Addresses of the engines themselves."""
+    """Addresses of the engines themselves; empty where `eval.function` evaluates."""
+    directory: Path | None = None
+    """The checkpoint, as safetensors with Hugging Face names; it stays as it is until the next one is pinned."""
+
+
+PinEvalFleet = Callable[[Path | None], Awaitable[EvalFleetInfo]]
+"""How an executor asks for the engines that only evaluate: they hold the checkpoint in this directory then, or the
+published weights (None). Argument and result are data. Raises EngineError where that cannot be."""
 
 
 @dataclass(frozen=True, slots=True)

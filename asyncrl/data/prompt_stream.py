@@ -31,15 +31,23 @@ class PromptDraw:
     epoch: int
     """Epoch that the draw belongs to, from 0."""
     prompt: Prompt
+    executor: str = ""
+    """Name of the executor whose stream it is; empty for the executor without a name."""
 
 
 class PromptStream:
     """Draws from a list of prompts without end."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, max_prompt_tokens: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        max_prompt_tokens: int | None = None,
+        executor: str = "",
     ) -> None:
-        """Hashes all prompts once, which takes seconds for millions of prompts.
+        """Hashes all prompts once, which takes seconds for millions of prompts. Draws bear the name of the `executor`.
 
         `max_prompt_tokens` is the limit over which prompts were left out of `prompts` (None: no limit). It only makes
         the message of `restore` precise. Raises DataError when there are no prompts.
@@ -50,16 +58,17 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._max_prompt_tokens = max_prompt_tokens
+        self._executor = executor
         self._fingerprint = _fingerprint(prompts)
         self._ordinal = 0
         self._order_epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
     @classmethod
-    def of(cls, prompts: PromptSet, config: DataConfig) -> PromptStream:
-        """Streams `prompts` in the order that `config` asks for."""
-        longest = prompts.max_prompt_tokens
-        return cls(prompts.prompts, seed=config.seed, shuffle=config.shuffle, max_prompt_tokens=longest)
+    def of(cls, prompts: PromptSet, config: DataConfig, executor: str = "") -> PromptStream:
+        """Streams `prompts` in the order that `config` asks for, to the executor of that name."""
+        longest, order = prompts.max_prompt_tokens, prompts.prompts
+        return cls(order, seed=config.seed, shuffle=config.shuffle, max_prompt_tokens=longest, executor=executor)
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -81,7 +90,7 @@ class PromptStream:
         epoch, position = divmod(ordinal, len(self._prompts))
         if epoch != self._order_epoch:
             self._order_epoch, self._order = epoch, _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
-        return PromptDraw(ordinal, epoch, self._prompts[self._order[position]])
+        return PromptDraw(ordinal, epoch, self._prompts[self._order[position]], self._executor)
 
     def num_rollouts_per_epoch(self, prompts_per_step: int) -> int:
         """Returns the number of whole batches in one epoch; raises DataError if there is none."""

@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.data.fleet import EvalFleetInfo, FleetView, UpdateAck, UpdateLease
+from asyncrl.data.fleet import FleetView, UpdateAck, UpdateLease
 from asyncrl.data.saved_batch import load_batch, saved_rollouts
 from asyncrl.debugging.comparison import StepComparison, compare_logprobs, compare_metrics, verdict
 from asyncrl.errors import DataError, EngineError, RolloutError
@@ -77,10 +77,6 @@ class NoEngines:
         """Raises EngineError."""
         raise _no_engines()
 
-    async def pin_eval_fleet(self) -> EvalFleetInfo:
-        """Raises EngineError."""
-        raise _no_engines()
-
     async def offload(self) -> None:
         """Nobody has memory."""
 
@@ -103,6 +99,8 @@ def _no_engines() -> EngineError:
 
 class SavedRollouts:
     """Stands in for the RolloutExecutor (`asyncrl.run.parts.RolloutPart`)."""
+
+    name: str = ""
 
     def __init__(self, directory: Path, stop: StopRequest) -> None:
         """The loop is asked to stop with the last batch in `directory`. Raises DataError where there is none."""
@@ -150,12 +148,9 @@ class SavedRollouts:
     async def restore(self, files: Mapping[str, bytes], step: int) -> None:
         """Nothing was saved."""
 
-    async def eval(self, rollout_id: int) -> EvalReport:
+    async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
         """A skipped point."""
         return self.report_eval_skip(rollout_id, str(_no_engines()))
-
-    def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
-        """Nobody evaluates."""
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
         """The point that an evaluation leaves which could not begin."""

@@ -114,7 +114,12 @@ class Builder:
         spec = ProcessSpec(
             name=placement.engine_id,
             argv=argv,
-            env=engine_environment(placement, device=device, cores=cores, scratch=scratch),
+            env=engine_environment(
+                placement,
+                threads=None if self._layout.threads is None else self._layout.threads.engine,
+                cores=cores,
+                scratch=scratch,
+            ),
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
             scratch=None if scratch is None else str(scratch),

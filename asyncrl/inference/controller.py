@@ -237,7 +237,8 @@ class InferenceController:
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
         """Brings every engine of `eval.fleet` to the weights in `hf_dir`, called `version`; None: to those published.
 
-        Starts the engines first where they do not run, and waits for a copy that is still being written. Raises
+        Starts the engines first where they do not run, and waits for a copy that is still being written. Where
+        `eval.function` evaluates there are no engines, and the checkpoint alone is kept until the next pin. Raises
         EngineError when that fails; the evaluation is skipped then, and the job goes on.
         """
         return await self._started.eval_fleet.pin(hf_dir, version)

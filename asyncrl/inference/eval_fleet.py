@@ -1,5 +1,7 @@
 """The engines that only evaluate: started when they are first needed, pinned to one checkpoint at a time.
 
+Where a function of the user's own evaluates (`eval.function`), there are no engines, and a pin keeps the checkpoint.
+
 Invariants
 - No engine of it serves anything but the pinned checkpoint: one that is started again loads that first, and after a pin
   that fails no engine serves.
@@ -41,6 +43,12 @@ class _Checkpoint:
     directory: Path
     version: str
 
+    @classmethod
+    def of(cls, directory: Path, version: str | None) -> _Checkpoint:
+        """Without a version it is known by the name of its directory."""
+        absolute = directory.absolute()
+        return cls(absolute, version or absolute.name)
+
 
 class EvalFleet:
     """The group of `eval.fleet`."""
@@ -70,29 +78,34 @@ class EvalFleet:
     async def pin(self, hf_dir: Path | None, version: str | None) -> EvalFleetInfo:
         """Brings every engine to the checkpoint in `hf_dir` (Hugging Face names), to be known as `version`.
 
-        None of both: to the published weights. Starts the fleet if it does not run.
+        None of both: to the published weights. Starts the fleet if it does not run. A checkpoint without a version is
+        known by the name of its directory.
 
         Raises EngineError when there is no such fleet or nothing to evaluate, and when an engine cannot be brought
         there in two attempts; then none serves.
         """
-        if hf_dir is None:
+        if hf_dir is not None:
+            checkpoint = _Checkpoint.of(hf_dir, version)
+        else:
             await self._state.wait_copy()
-        published = self._state.published
-        directory = hf_dir if hf_dir is not None or published is None else published.directory
-        version = version or self._state.version
-        if directory is None or version is None:
-            raise EngineError(
-                "there is no copy of published weights to evaluate; set weights.keep_published to always, or give a "
-                "checkpoint and its version"
-            )
-        with self._copies.held(directory):  # from now on, also while another pin is under way
-            return await self._pin(_Checkpoint(directory, version))
+            published = self._state.published
+            if published is None or published.directory is None:
+                raise EngineError(
+                    "there is no copy of published weights to evaluate; set weights.keep_published to always, or give "
+                    "a checkpoint"
+                )
+            checkpoint = _Checkpoint(published.directory, version or published.version)
+        with self._copies.held(checkpoint.directory):  # from now on, also while another pin is under way
+            return await self._pin(checkpoint)
 
     async def _pin(self, checkpoint: _Checkpoint) -> EvalFleetInfo:
         async with self._lock:
             began = anyio.current_time()
             self._pinned = None
             self._holding.close()
+            if self._context.config.eval.function is not None:
+                self._keep(checkpoint)
+                return EvalFleetInfo("", checkpoint.version, (), checkpoint.directory)
             group = await self._started()
             for last in (False, True):
                 try:
@@ -102,12 +115,15 @@ class EvalFleet:
                     group.check()
                     if last:
                         raise
-            self._pinned = checkpoint
-            self._holding.enter_context(self._copies.held(checkpoint.directory))
+            self._keep(checkpoint)
             urls = tuple(engine.endpoint.url for engine in engines)
             seconds = anyio.current_time() - began
             self._context.events.emit(EvalFleetPinned(version=checkpoint.version, engines=len(urls), seconds=seconds))
-            return EvalFleetInfo(group.routing.router.url, checkpoint.version, urls)
+            return EvalFleetInfo(group.routing.router.url, checkpoint.version, urls, checkpoint.directory)
+
+    def _keep(self, checkpoint: _Checkpoint) -> None:
+        self._pinned = checkpoint
+        self._holding.enter_context(self._copies.held(checkpoint.directory))
 
     async def _try(self, group: EngineGroup, checkpoint: _Checkpoint) -> list[ManagedEngine]:
         """Waits for engines that start, and brings all that are wanted to the checkpoint; raises EngineError."""

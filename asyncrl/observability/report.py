@@ -120,6 +120,12 @@ def build_report(events: Iterable[Record], metrics: Iterable[Record]) -> RunRepo
     return report
 
 
+def _of(outcome: str, group_id: str) -> str:
+    """`trained`, or `trained (code)` for a group whose id tells of an executor with a name."""
+    executor, dash, _ = group_id.rpartition("-")
+    return f"{outcome} ({executor})" if dash else outcome
+
+
 def _count(report: RunReport, kind: str, event: Record) -> None:
     """Adds `event` to the figures of `report`."""
     group_ids = names(event.get("group_ids"))
@@ -138,18 +144,19 @@ def _count(report: RunReport, kind: str, event: Record) -> None:
             report.publications.append(Publication(version, engines, seconds, pause_s))
         case "groups_delivered" | "groups_trained" | "groups_restored":
             outcome = kind.removeprefix("groups_")
-            report.groups[outcome] += len(group_ids)
+            report.groups.update(_of(outcome, group_id) for group_id in group_ids)
             if outcome == "trained":
-                report.ends |= dict.fromkeys(group_ids, outcome)
+                report.ends |= {group_id: _of(outcome, group_id) for group_id in group_ids}
         case "groups_rolled_back":
             report.groups -= Counter(report.ends.pop(group_id, "") for group_id in group_ids)
-            report.groups["rolled back"] += len(group_ids)
+            report.groups.update(_of("rolled back", group_id) for group_id in group_ids)
         case "group_filtered" | "group_dropped":
-            outcome = f"{kind.removeprefix('group_')}: {event.get('reason', '?')}"
+            group_id = str(event.get("group_id"))
+            outcome = _of(f"{kind.removeprefix('group_')}: {event.get('reason', '?')}", group_id)
             report.groups[outcome] += 1
-            report.ends[str(event.get("group_id"))] = outcome
+            report.ends[group_id] = outcome
         case "group_admitted" | "group_finished":
-            report.groups[kind.removeprefix("group_")] += 1
+            report.groups[_of(kind.removeprefix("group_"), str(event.get("group_id")))] += 1
         case "request_failed":
             report.failures[f"request: {event.get('failure', '?')}"] += 1
         case "requests_aborted":
@@ -185,7 +192,7 @@ def read_report(run_dir: Path) -> RunReport:
         raise RunDirectoryError(f"{run_dir}: no {EVENTS_FILE} in it; give the directory of a run (run.dir)")
     metrics = run_dir / METRICS_FILE
     report = build_report(read_events(events), read_metrics(metrics) if metrics.is_file() else ())
-    if len({entry.attempt for entry in report.timeline}) == 1:  # a summary covers its own attempt only
+    if len({entry.attempt for entry in report.timeline}) == 1:  # a summary leaves out steps that were rolled back
         report.time_split = _summed_up(run_dir / SUMMARY_FILE) or report.time_split
     return report
 

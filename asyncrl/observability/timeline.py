@@ -89,7 +89,9 @@ def _transfer_failed(event: Record) -> str:
 def _evaluated(event: Record) -> str:
     if event.get("skipped") is not None:
         return f"evaluation skipped: {event['skipped']}"
-    return "accuracy {accuracy:.3f} on {num_samples} samples".format_map(_Fields(event))
+    told = "accuracy {accuracy:.3f} on {num_samples} samples".format_map(_Fields(event))
+    versions = names(event.get("versions"))
+    return told + (f", of weights {', '.join(versions)}" if versions else "")
 
 
 def _loop_started(event: Record) -> str:

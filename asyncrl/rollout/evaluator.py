@@ -1,6 +1,8 @@
-"""Evaluator: samples the held-out prompts and reports one point of the curve.
+"""Evaluator: samples the held-out prompts and reports one point of the curve; or has a function of the user's do so.
 
 Invariants
+- On engines that only evaluate, and by a function, one checkpoint is evaluated: it is pinned first. A point names the
+  weights that made it.
 - An evaluation that fails is a skipped point with a reason, never the end of the run. Each point is an event.
 - The connection to an evaluation fleet is retired once that fleet was replaced and no evaluation uses it any more.
 """
@@ -11,16 +13,20 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from asyncrl.config.sections.run import EvalConfig
-from asyncrl.data.fleet import EvalFleetInfo
+from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.sample import Prompt, SampleGroup
-from asyncrl.errors import RolloutError
+from asyncrl.errors import AsyncRLError, EngineError, RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.observability.waits import waiting
 from asyncrl.rollout.connection import Connection, Connections
-from asyncrl.rollout.evaluation import EvalReport, report_samples, skipped_report
+from asyncrl.rollout.evaluation import EvalReport, external_report, report_samples, skipped_report
+from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import Evaluated
+from asyncrl.rollout.handover import in_thread
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.tasks import run_all
 
@@ -36,29 +42,54 @@ class _Asked:
     """Evaluations in progress."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What is asked."""
+
+    prompts: tuple[Prompt, ...] | None
+    """None where nothing is held out."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What evaluates beside the training engines."""
+
+    pin: PinEvalFleet
+    """Asked before each evaluation for the engines that only evaluate, or for the checkpoint of the function."""
+    function: ExternalEvaluation | None = None
+    """That of `eval.function`."""
+
+
 class Evaluator:
     """Asks the training engines, or the engines of the evaluation fleet once there is one."""
 
     def __init__(
         self,
         config: EvalConfig,
-        prompts: tuple[Prompt, ...] | None,
-        sampling: SamplingParams,
+        held_out: HeldOut,
         *,
         shared: Connection,
         connections: Connections,
         events: EventLog,
+        samples: SampleLog,
+        beside: Beside | None = None,
+        executor: str = "",
     ) -> None:
         """`shared` asks the training engines; `connections` opens and retires connections to other routers.
 
-        `prompts` is None where nothing is held out.
+        `samples` keeps what was answered. Without `beside` only `set_fleet` tells of engines that only evaluate. Ids
+        begin with the name of the `executor`.
         """
         self._config = config
-        self._prompts = prompts
-        self._sampling = sampling
+        self._prompts = held_out.prompts
+        self._sampling = held_out.sampling
         self._shared = self._asked = _Asked(shared)
         self._connections = connections
         self._events = events
+        self._samples = samples
+        self._beside = beside
+        self._executor = executor
         self._runs: Counter[int] = Counter()
         """Evaluations by rollout id: no id of a request is used twice."""
 
@@ -81,8 +112,18 @@ class Evaluator:
         """The skipped point of an evaluation that could not begin."""
         return self._reported(skipped_report(rollout_id, reason))
 
-    async def run(self, rollout_id: int) -> EvalReport:
-        """Samples every held-out prompt."""
+    async def run(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
+        """Evaluates the policy, or on engines that only evaluate the model in `hf_dir`."""
+        try:
+            if self._beside is not None and (self._config.beside or hf_dir is not None):
+                info = await self._beside.pin(hf_dir)
+                if self._beside.function is not None:
+                    return self._reported(await self._call(rollout_id, self._beside.function, info))
+                self.set_fleet(info)
+            elif hf_dir is not None:
+                raise EngineError("no engines that only evaluate were given to this executor; see `start`")
+        except AsyncRLError as error:
+            return self.report_skip(rollout_id, str(error))
         if self._prompts is None:
             return self.report_skip(rollout_id, "there are no held-out prompts (eval.data)")
         asked = self._asked
@@ -93,10 +134,23 @@ class Evaluator:
             asked.runs -= 1
             self._retire_unused(asked)
 
+    async def _call(self, rollout_id: int, function: ExternalEvaluation, info: EvalFleetInfo) -> EvalReport:
+        assert info.directory is not None, "a pin without engines is one of a directory"
+        began = time.monotonic()
+        try:
+            numbers = await function(info.directory)
+        except (RolloutError, TimeoutError) as error:
+            return skipped_report(rollout_id, str(error), seconds=time.monotonic() - began)
+        return external_report(rollout_id, numbers, version=info.version, seconds=time.monotonic() - began)
+
     async def _sample(self, rollout_id: int, prompts: tuple[Prompt, ...], asked: _Asked) -> EvalReport:
         config, generator = self._config, asked.connection.generator
         pinned = None if asked.info is None else asked.info.version
-        name = f"e{rollout_id:07d}" + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
+        name = (
+            (f"{self._executor}-" if self._executor else "")
+            + f"e{rollout_id:07d}"
+            + (f"r{self._runs[rollout_id]}" if rollout_id in self._runs else "")
+        )
         self._runs[rollout_id] += 1
         began, done = time.monotonic(), 0
 
@@ -113,23 +167,27 @@ class Evaluator:
         except (RolloutError, TimeoutError) as error:  # the connection was closed, or it took too long
             reason = f"{error}; {done} prompts were done"
             return skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        await in_thread(lambda: self._samples.keep_evaluation(rollout_id, groups))
         return report_samples(
             rollout_id,
             [sample for group in groups for sample in group.samples],
             num_prompts=len(prompts),
             threshold=config.threshold,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
             pinned=pinned,
         )
 
     def _reported(self, report: EvalReport) -> EvalReport:
         self._events.emit(
             Evaluated(
+                executor=self._executor,
                 rollout_id=report.rollout_id,
                 accuracy=report.accuracy,
                 num_samples=report.num_samples,
                 seconds=report.seconds,
                 skipped=report.skipped,
+                versions=report.versions,
             )
         )
         return report

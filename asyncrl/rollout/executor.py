@@ -21,6 +21,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -34,19 +35,23 @@ from asyncrl.config import Config
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
-from asyncrl.data.fleet import EvalFleetInfo
+from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.data.sources import Progress
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import RolloutError
+from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport
-from asyncrl.rollout.evaluator import Evaluator
+from asyncrl.rollout.evaluator import Beside, Evaluator, HeldOut
+from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.handover import Handover, in_thread
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.rollout.reading import read_in_thread
 from asyncrl.rollout.requests.generate_client import ClientStatistics
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.rollout.rewards.pool import ProcessHost
@@ -62,6 +67,8 @@ from asyncrl.rollout.scheduling.filters import Filters
 from asyncrl.rollout.scheduling.group import GroupState, Issue
 from asyncrl.rollout.scheduling.ledger import Ledger, Reached
 from asyncrl.rollout.scheduling.production import Production
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 _log = structlog.get_logger(__name__)
 
@@ -122,17 +129,22 @@ class RolloutExecutor:
         name: str = "",
     ) -> None:
         """`host` runs the reward workers (None where there are none); their logs go to `log_dir`. All of `trainers`
-        train on every batch. `name` tells the processes of several executors of one job apart.
+        train on every batch. `name` tells several executors of one job apart: their ids, processes and files.
 
-        Raises ConfigError for sampling that cannot work with this model.
+        Raises ConfigError for sampling that cannot work with this model, and for a name that is no word.
         """
+        if name and not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"the name of a rollout executor is a letter, then letters, digits and underscores, and not {name!r}"
+            )
         self._config = config
         self._router_url = router_url
         self._host = host
         self._events = events
         self._tokenizer = tokenizer
         self._log_dir = log_dir
-        self._name = name
+        self.name = name
+        """Empty for the only executor of a job. Ids of groups and samples begin with it."""
         self._sampling = training_sampling(config, tokenizer)
         self._eval_sampling = eval_sampling(config, self._sampling)
         self._ledger = Ledger(events.emit)
@@ -140,27 +152,31 @@ class RolloutExecutor:
         self._parts: _Parts | None = None
         self._to_close = AsyncExitStack()
 
-    async def start(self, task_group: TaskGroup) -> None:
+    async def start(self, task_group: TaskGroup, *, pin_eval_fleet: PinEvalFleet | None = None) -> None:
         """Loads the data, imports the reward and starts its workers, which live in `task_group` until `dispose`.
 
-        Needs no engine yet. Raises DataError, RewardError, ConfigError.
+        `pin_eval_fleet` brings the engines that only evaluate to a checkpoint. Needs no engine yet. Raises DataError,
+        RewardError, ConfigError.
         """
         config, rollout, held_out = self._config, self._config.rollout, self._config.eval.data
         wanted = config.reward
         reward = await in_thread(lambda: resolve_reward(wanted.function, wanted.args, wanted.scope))
         filters = await in_thread(lambda: Filters(rollout.filters))
         algorithm = await in_thread(lambda: make_algorithm(config))
-        scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self._name)
+        scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self.name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
-        prompts = await in_thread(lambda: self._load(config.data, self._sampling, "data"))
+        prompts = await self._load(config.data, self._sampling, "data")
         eval_prompts: PromptSet | None = None
         if held_out is not None:
-            eval_prompts = await in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
+            eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")
+        external = None
+        if config.eval.function is not None:
+            external = await in_thread(lambda: ExternalEvaluation(config.eval, config.model.path))
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
-        stream = await in_thread(lambda: PromptStream.of(prompts, config.data))
+        stream = await in_thread(lambda: PromptStream.of(prompts, config.data, self.name))
         production = Production(
             Limits(rollout.prompts_per_step, Bound.of(config).batches, rollout.oversample, rollout.straggler),
             stream=stream,
@@ -175,15 +191,18 @@ class RolloutExecutor:
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)
+        samples = SampleLog(config.run.dir, config.samples, self._events.attempt, self._tokenizer.decode)
         evaluator = Evaluator(
             config.eval,
-            None if eval_prompts is None else eval_prompts.prompts,
-            self._eval_sampling,
+            HeldOut(None if eval_prompts is None else eval_prompts.prompts, self._eval_sampling),
             connections=connections,
             shared=engines,
             events=self._events,
+            samples=samples,
+            beside=None if pin_eval_fleet is None else Beside(pin_eval_fleet, external),
+            executor=self.name,
         )
-        handover = Handover(config, production, self._ledger, engines, self._trainers)
+        handover = Handover(config, production, self._ledger, engines, self._trainers, samples, self.name)
         self._parts = _Parts(scorer, engines, stream, production, handover, evaluator, prompts.dropped_overlong)
 
     async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:
@@ -248,9 +267,13 @@ class RolloutExecutor:
         self._ledger.continue_counts(saved.ended, saved.drop_reasons)
         return reached
 
-    async def eval(self, rollout_id: int) -> EvalReport:
-        """Samples every held-out prompt; an evaluation that fails is a skipped point with a reason."""
-        return await self._started.evaluator.run(rollout_id)
+    async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
+        """Samples every held-out prompt; an evaluation that fails is a skipped point with a reason.
+
+        On engines of `eval.fleet`, which load the published weights first; or the model in `hf_dir`, a Hugging Face
+        directory, which nothing else can evaluate. `eval.function` gets the directory instead.
+        """
+        return await self._started.evaluator.run(rollout_id, hf_dir)
 
     def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
         """Evaluations go through the router of `info` from now on; None: through the training engines' router."""
@@ -315,9 +338,13 @@ class RolloutExecutor:
             raise RolloutError("the rollout executor was not started; await start(task_group) first")
         return self._parts
 
-    def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
+    async def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
-        return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where)
+
+        def load(progress: Progress) -> PromptSet:
+            return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where, progress=progress)
+
+        return await read_in_thread(load, where, data.source)
 
     async def _generate(self, issue: Issue, on_started: Callable[[], None]) -> SampleGroup:
         """Has one group generated and scored by the training engines."""

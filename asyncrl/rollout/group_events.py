@@ -101,6 +101,8 @@ class RequestFailed(Event):
     request_attempt: int
     failure: str
     detail: str
+    engine: str
+    """Id of the engine that answered; empty where it is not known."""
     retried: bool
 
 
@@ -142,8 +144,12 @@ class Evaluated(Event):
     """An evaluation ended, or was skipped for a reason."""
 
     kind: ClassVar[str] = "evaluated"
+    executor: str = ""
+    """Name of the executor; empty for the one without a name."""
     rollout_id: int
     accuracy: float | None
     num_samples: int
     seconds: float
+    versions: tuple[str, ...] = ()
+    """The weights that were evaluated."""
     skipped: str | None

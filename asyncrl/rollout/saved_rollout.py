@@ -200,8 +200,7 @@ def _group(issue: Issue, group: SampleGroup) -> _Group:
 
 
 def _issue(stream: PromptStream, ordinal: int, issues: int) -> Issue:
-    draw = stream.at(ordinal)
-    return Issue(draw.ordinal, draw.prompt, draw.epoch, issues)
+    return Issue.of(stream.at(ordinal), issues)
 
 
 class _Reader:

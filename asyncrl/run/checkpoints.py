@@ -1,7 +1,9 @@
-"""Checkpoints of a run: the trainer and the executor are saved together, and go on together.
+"""Checkpoints of a run: the trainer and its executors are saved together, and go on together.
+
+The files of an executor with a name begin with the name and a dot.
 
 Invariants
-- The executor is saved between a commit and the next batch, and the trainer before a publication takes it off its GPUs.
+- An executor is saved between a commit and the next batch, and the trainer before a publication takes it off its GPUs.
 - The last trained step is saved exactly once, whatever ended the loop: its planned end, a graceful stop that came after
   the step had its turn to be saved, or a signal.
 - At a signal the step in progress is saved too. What cannot be saved is said, with the reason.
@@ -10,11 +12,13 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.observability.events import FaultSeen, read_events
 from asyncrl.rollout.group_events import GroupsRolledBack
 from asyncrl.rollout.scheduling.ledger import rolled_back
@@ -26,14 +30,15 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """The checkpoints of one trainer and its executor."""
+    """The checkpoints of one trainer and its executors."""
 
     def __init__(self, job: Job, halves: Halves, executor: RolloutPart, trainer_name: str) -> None:
-        """`trainer_name` is the name by which the executor knows the trainer."""
+        """`trainer_name` is the name by which the executors know the trainer."""
         self._job = job
         self._settings = job.config.checkpoint
         self._halves = halves
-        self._executor = executor
+        self._executors = [executor]
+        self._first = 0
         self._trainer = halves.trainer
         self._trainer_name = trainer_name
 
@@ -43,15 +48,40 @@ class Checkpoints:
         Raises CheckpointError for a checkpoint without the executor's part, DataError for other data than it was
         written with.
         """
-        job, resumed = self._job, self._trainer.resumed
+        self._first = first
+        await self._go_on(self._executors[0])
+        if self._trainer.resumed is not None:
+            self._job.record.note(f"resumed from {self._trainer.resumed.path}")
+
+    async def add(self, executor: RolloutPart) -> None:
+        """From now on `executor` is saved too. Where the trainer goes on from a checkpoint, it does so as well.
+
+        Idempotent. Raises ConfigError where another one has its name, and as `resume` does.
+        """
+        if any(known is executor for known in self._executors):
+            return
+        if any(known.name == executor.name for known in self._executors):
+            raise ConfigError(
+                f"two rollout executors are named {executor.name!r}, and their groups could not be told apart; give "
+                "each its own name in create_rollout_executor"
+            )
+        await self._go_on(executor)
+        self._executors.append(executor)
+
+    async def _go_on(self, executor: RolloutPart) -> None:
+        job, resumed, name = self._job, self._trainer.resumed, executor.name
         reached = None
         if resumed is not None:
-            reached = await self._executor.restore(resumed.extra, first)
-            job.record.note(f"resumed from {resumed.path}")
+            files = _part_of(resumed.extra, name)
+            if name and not files:
+                job.record.note(f"{resumed.path} knows no rollout executor {name!r}: it begins with its first prompt")
+            else:
+                reached = await executor.restore(files, self._first)
         if job.directory.attempt > 0:
-            group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read_events(job.directory.events), reached))
+            read = partial(read_events, job.directory.events)
+            group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read(), reached, name))
             if group_ids:
-                job.events.emit(GroupsRolledBack(step=first, group_ids=group_ids))
+                job.events.emit(GroupsRolledBack(step=self._first, group_ids=group_ids))
 
     async def save_if_due(self, rollout_id: int, *, last: bool) -> None:
         """Saves after rollout `rollout_id` where `checkpoint.every` says so, and the `last` one.
@@ -87,7 +117,9 @@ class Checkpoints:
         step = now.step + 1  # where a step is in progress
         problem = f"{now.thread.running or 'the step in progress'} did not end within {patience_s:g} s"
         try:
-            self._executor.settle(await self._trainer.settle(), self._trainer_name)
+            trained = await self._trainer.settle()
+            for executor in self._executors:
+                executor.settle(trained, self._trainer_name)
             now = self._trainer.statistics()
             step, problem = now.step, f"none was written within {patience_s:g} s"
             if await self._is_saved():
@@ -110,7 +142,9 @@ class Checkpoints:
 
     async def _save(self, rollout_id: int, *, wait: bool) -> bool:
         """Whether a checkpoint of rollout `rollout_id` was begun, or with `wait` was written."""
-        extra = await self._executor.save()
+        extra: dict[str, bytes] = {}
+        for executor in self._executors:
+            extra |= {_file_of(executor.name, file): data for file, data in (await executor.save()).items()}
         return await self._trainer.save_checkpoint(rollout_id, extra, wait=wait) is not None
 
     async def _is_saved(self) -> bool:
@@ -120,3 +154,15 @@ class Checkpoints:
         now = self._trainer.statistics()
         begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
         return now.step in (begun, now.checkpoint and now.checkpoint.step)
+
+
+def _file_of(executor: str, file: str) -> str:
+    return f"{executor}.{file}" if executor else file
+
+
+def _part_of(extra: Mapping[str, bytes], executor: str) -> Mapping[str, bytes]:
+    """The files of one executor, by its own names for them."""
+    if not executor:
+        return extra
+    prefix = _file_of(executor, "")
+    return {file.removeprefix(prefix): data for file, data in extra.items() if file.startswith(prefix)}

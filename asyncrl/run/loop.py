@@ -17,7 +17,8 @@ Invariants
 - From `start` on a job that a signal stops saves what it has trained, whichever stages its loop has.
 - `finish` saves and publishes the last trained step where the loop has not done so.
 - Whether the job was asked to stop is looked at before each step, so a step that was begun is finished.
-- An evaluation that fails is a skipped point with a reason, never the end of the job.
+- An evaluation that fails is a skipped point with a reason, never the end of the job. One that goes on beside the loop
+  (`evaluations.py`) is finished by `finish`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,20 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 
+from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.data.staleness import Bound
+from asyncrl.errors import ConfigError
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.run.checkpoints import Checkpoints
+from asyncrl.run.evaluations import Evaluations
 from asyncrl.run.job import Job
 from asyncrl.run.republication import Republication
 from asyncrl.run.turns import Halves
@@ -44,7 +50,7 @@ from asyncrl.tasks import RunningTask
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.batch import RolloutBatch
     from asyncrl.rollout.evaluation import EvalReport
-    from asyncrl.run.parts import EngineUser, RolloutComponents, TrainingPart
+    from asyncrl.run.parts import RolloutComponents, RolloutPart, TrainingPart
     from asyncrl.weights.publication import PublicationReport
 
 
@@ -70,6 +76,7 @@ class Run:
     ) -> None:
         """Use `start`."""
         self.job = job
+        self.components = components
         self.engines, self.executor, per_epoch = components
         self.trainer = trainer
         self.first = 0
@@ -85,6 +92,9 @@ class Run:
         self._halves = Halves(self.engines, trainer)
         self._checkpoints = Checkpoints(job, self._halves, self.executor, trainer_name)
         self._republication = Republication(self.engines, self._publish_trained, job.record.note)
+        self._evaluations = Evaluations(
+            job, self.engines, self.executor, self._republication, trained=lambda: self._trained
+        )
 
     # start
 
@@ -109,6 +119,8 @@ class Run:
         """
         if generates_ahead:
             job.turns.check_overlap()
+        elif (unused := unused_staleness(job.config)) is not None:
+            job.record.note(unused)
         run = cls(job, components, trainer, generates_ahead, trainer_name)
         with job.record.phase("startup"):
             await run._begin()
@@ -118,18 +130,29 @@ class Run:
     async def _begin(self) -> None:
         job = self.job
         job.pauses.add(self.executor)
-        self.first = self._trained = self._published = await self.trainer.init()
+        overlaps = self._generates_ahead and Bound.of(job.config).batches > 0
+        threads = job.layout.trainer_threads(beside_engines=overlaps)
+        self.first = self._trained = self._published = await self.trainer.init(threads=threads)
         republishing = job.background.start("republication of lost weights", self._republication.serve)
         job.disposal.push_async_callback(republishing.end)
+        job.disposal.push_async_callback(self._evaluations.aclose)
         job.on_stop_now.extend([republishing.end, self._checkpoints.save_now])  # in this order: both use the trainer
         await self._checkpoints.resume(self.first)
+        await anyio.to_thread.run_sync(job.record.continue_after, self.first)
         await warm_up(job, self.trainer)
         await self.engines.wait_ready()
         await job.turns.publish(self._halves, None)  # no engine serves before it holds these weights
 
-    def add_executor(self, executor: EngineUser) -> None:
-        """Tells `executor`, a started one in front of the same engines, of every pause and all weights from now on."""
+    async def add_executor(self, executor: RolloutPart) -> None:
+        """From now on `executor`, a started one in front of the same engines, is a part of the run.
+
+        It hears of every pause and of all weights, and is in every checkpoint; where the run was resumed, it goes on
+        where it was. The trainer trains its batches at the steps of the run: `executor.get(step)`, then
+        `executor.commit(step)`. Raises ConfigError for a second executor of one name, DataError and CheckpointError as
+        a resume does.
+        """
         self.job.pauses.add(executor)
+        await self._checkpoints.add(executor)
 
     # the stages of a step
 
@@ -144,17 +167,15 @@ class Run:
         """Whether `eval` asks for an evaluation before `step`."""
         return self.job.config.eval.due(step, self.first)
 
-    async def evaluate(self, step: int) -> None:
-        """Evaluates the published policy on the held-out prompts of `eval.data`, as a point after `step` trained steps.
+    async def evaluate(self, step: int, hf_dir: Path | None = None, *, last: bool = False) -> EvalReport | None:
+        """Evaluates the published policy, or the model in directory `hf_dir`, as a point after `step` trained steps.
 
-        On the engines of `eval.fleet` where there are some: they are brought to the published weights first.
+        On the training engines it returns the point. Engines of `eval.fleet` and `eval.function` go on beside the loop,
+        and None is returned; `eval.if_busy` says what happens while the evaluation before is under way, for which the
+        `last` one always waits. An `hf_dir` needs one of the two.
         """
         with self.job.record.phase("eval"):
-            try:
-                report = await self._republication.during(partial(self._measure, step))
-            except AsyncRLError as error:
-                report = self.executor.report_eval_skip(step, str(error))
-        self.job.record.evaluated(step, report.accuracy, report.as_dict(), report.skipped)
+            return await self._evaluations.evaluate(step, hf_dir, last=last)
 
     async def next_batch(self, step: int) -> RolloutBatch:
         """The batch of `step`; waits until it is generated and scored.
@@ -224,10 +245,12 @@ class Run:
         await self._checkpoints.save_last()
         if self._published < self._trained or self.job.turns.engines_wait:
             await self.publish(self._trained - 1)
-        if config.eval.data is not None and config.eval.at_end:
-            await self.evaluate(self._trained)
+        if config.eval.enabled and config.eval.at_end:
+            await self.evaluate(self._trained, last=True)
         if config.run.export:
             await self.export()
+        with self.job.record.phase("eval"):
+            await self._evaluations.finish()
 
     async def export(self) -> None:
         """Writes the policy as a Hugging Face directory into the run directory; without a trainer there is none."""
@@ -251,16 +274,6 @@ class Run:
     async def _get(self, step: int) -> RolloutBatch:
         await self.engines.prepare_rollout(step)
         return await self.executor.get(step, self._trainer_name)
-
-    async def _measure(self, step: int) -> EvalReport:
-        try:
-            if self.job.config.eval.fleet is None:
-                await self.engines.prepare_eval()
-            else:
-                self.executor.set_eval_fleet(await self.engines.pin_eval_fleet())
-            return await self.executor.eval(step)
-        except AsyncRLError as error:  # it is a result: the job goes on
-            return self.executor.report_eval_skip(step, str(error))
 
     async def _publish_trained(self) -> None:
         """Publishes what the trainer holds."""

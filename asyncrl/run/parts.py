@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from asyncrl.data.fleet import EvalFleetInfo, FleetView, UpdateAck, UpdateLease
+from asyncrl.data.fleet import FleetView, UpdateAck, UpdateLease
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.batch import RolloutBatch
@@ -63,9 +63,6 @@ class InferencePart(ServingFleet, Protocol):
     async def prepare_eval(self) -> None:
         """As `prepare_rollout`, for an evaluation."""
 
-    async def pin_eval_fleet(self) -> EvalFleetInfo:
-        """Brings the engines of `eval.fleet` to the published weights. Raises EngineError where that cannot be."""
-
     async def wait_publication_needed(self) -> None:
         """Returns once no engine holds the published weights and none can load them."""
 
@@ -107,6 +104,9 @@ class EngineUser(Protocol):
 class RolloutPart(EngineUser, Protocol):
     """Makes the batches; a `RolloutExecutor` is one."""
 
+    name: str
+    """Empty for the only executor of a job."""
+
     @property
     def last_rollout(self) -> RolloutMetrics:
         """Figures of the batch that `get` returned last."""
@@ -129,11 +129,8 @@ class RolloutPart(EngineUser, Protocol):
     async def restore(self, files: Mapping[str, bytes], step: int) -> Reached | None:
         """Goes on from what `save` returned when `step` batches were trained; returns how far that was."""
 
-    async def eval(self, rollout_id: int) -> EvalReport:
-        """Samples every held-out prompt; whatever goes wrong is a skipped point with a reason."""
-
-    def set_eval_fleet(self, info: EvalFleetInfo | None) -> None:
-        """Evaluations go to these engines from now on."""
+    async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
+        """Evaluates the policy, or the model in `hf_dir`; whatever goes wrong is a skipped point with a reason."""
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:
         """The point that an evaluation leaves which could not begin."""
@@ -146,8 +143,11 @@ class TrainingPart(Protocol):
     def resumed(self) -> SavedCheckpoint | None:
         """The checkpoint that `init` began from; None where it began from the model."""
 
-    async def init(self) -> int:
-        """Builds the trainer on every rank; returns the first rollout id."""
+    async def init(self, *, threads: int | None = None) -> int:
+        """Builds the trainer on every rank; returns the first rollout id.
+
+        `threads`: with how many threads each rank computes on CPU; None leaves it to torch.
+        """
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         """Trains on one batch; returns metrics."""

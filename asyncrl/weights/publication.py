@@ -76,6 +76,17 @@ class PublicationLimits:
         return cls(transfers=config.weights.attempts, begin_timeout_s=begin_timeout_s)
 
 
+METRICS: Mapping[str, str] = {
+    "weights/publish_s": "Seconds of the publication, the wait for the trainer thread included.",
+    "weights/pause_s": "Seconds from the first pause to the last continue: the longest that any engine stood still.",
+    "weights/transfer_s": "Seconds of the transfers alone, failed ones included.",
+    "weights/bytes": "Bytes of the weights, once, whatever the number of engines.",
+    "weights/transfers": "Transfers that were made; 1 when nothing failed.",
+    "weights/engines": "Engines that serve the new weights.",
+}
+"""What the figures of a publication are."""
+
+
 @dataclass(frozen=True, slots=True)
 class PublicationReport:
     """One publication that was committed."""

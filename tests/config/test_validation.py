@@ -50,6 +50,13 @@ README = Path(__file__).parents[2] / "README.md"
             "3 is no multiple of 2 (train.update_weights_interval)",
         ),
         (
+            ["--eval.function", "asyncrl.demo.task:heldout_prompts", "--eval.data.source", "train.jsonl"],
+            "eval.function",
+            "evaluates in the place of eval.data; take one of the two out",
+        ),
+        (["--eval.function", "no_such:evaluate"], "eval.function", "there is no module 'no_such'"),
+        (["--eval.function-args.k", "4"], "eval.function_args", "set eval.function"),
+        (
             ["--weights.on-update", "in_place", "--engine.server-args.speculative-algorithm", "NGRAM"],
             "weights.on_update",
             "it makes an unknown number of tokens",
@@ -114,6 +121,19 @@ README = Path(__file__).parents[2] / "README.md"
             ["--train.algorithm-args.gamma", "1"],
             "train.algorithm_args",
             "for an algorithm of your own; the settings of grpo are those of [train]",
+        ),
+        (
+            ["--track.to", "wandp"],
+            "track.to",
+            "wandp is none of tensorboard, wandb, trackio, nor of the form package.m",
+        ),
+        (["--track.to", "nowhere:Sink"], "track.to", "there is no module 'nowhere'"),
+        (["--track.to", "wandb", "wandb"], "track.to", "names a tracker twice"),
+        (["--track.args", "{wandb = {mode = 'offline'}}"], "track.args", "wandb is not in track.to (which is empty)"),
+        (
+            ["--track.to", "wandb", "--track.args", "{wandb = {api_key = 'x'}}"],
+            "track.args",
+            "wandb.api_key is a secret, which no file of a run holds; set it in the environment",
         ),
         (["--reward.function", "exact_mach"], "reward.function", "no reward 'exact_mach'; did you mean exact_match?"),
         (["--reward.function", "zzz"], "reward.function", "known are exact_match, length, math_verify"),

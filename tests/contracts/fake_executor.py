@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from asyncrl.rollout.scheduling.ledger import Ledger, Reached
 
 class FakeExecutor:
     """A RolloutExecutor that makes its samples up; rewards alternate within each group."""
+
+    name = ""
 
     def __init__(self, *, prompts_per_step: int = 2, samples_per_prompt: int = 4, tokens: int = 3) -> None:
         self.version = ""
@@ -57,7 +60,7 @@ class FakeExecutor:
         self._groups = int(files["fake.json"])
         return Reached(self._groups, {})
 
-    async def eval(self, rollout_id: int) -> EvalReport:
+    async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
         return self.report_eval_skip(rollout_id, "a fake has nothing to evaluate")
 
     def report_eval_skip(self, rollout_id: int, reason: str) -> EvalReport:

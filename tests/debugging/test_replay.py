@@ -53,7 +53,7 @@ def test_a_directory_without_batches_is_refused(tmp_path: Path) -> None:
 
 async def test_an_evaluation_has_no_engines_to_ask() -> None:
     engines = NoEngines()
-    for ask in (engines.prepare_eval, engines.pin_eval_fleet, lambda: engines.begin_weight_update("0.0")):
+    for ask in (engines.prepare_eval, lambda: engines.begin_weight_update("0.0")):
         with pytest.raises(EngineError, match="without engines"):
             await ask()
 

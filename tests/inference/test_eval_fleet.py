@@ -116,6 +116,19 @@ async def test_it_is_pinned_to_the_published_weights_unless_told_otherwise_and_h
         await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
 
 
+async def test_where_a_function_evaluates_the_published_copy_is_kept_for_it_and_no_engine_starts(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(1, eval={"function": "mine:evaluate"}) as fleet:
+        await publish(fleet, "0.0", tmp_path)
+        info = await fleet.controller.pin_eval_fleet()
+        assert (info.version, info.engine_urls, info.router_url) == ("0.0", (), "")
+        await publish(fleet, "0.1", tmp_path)
+        assert info.directory in fleet.controller.copies_in_use() and fleet.host.spawned == ["router", "engine-0"]
+        await fleet.controller.pin_eval_fleet()
+        assert info.directory not in fleet.controller.copies_in_use()
+
+
 async def test_a_checkpoint_that_cannot_be_loaded_is_refused_and_none_serves(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.data.fleet import PinEvalFleet
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
@@ -54,9 +55,11 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
         host: ProcessHost | None = None,
         trainers: tuple[str, ...] = (TRAINER,),
         name: str = "",
+        pin_eval_fleet: PinEvalFleet | None = None,
         **sections: dict[str, Any],
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
+            "run": {"dir": tmp_path},
             "model": {"path": tmp_path},
             "data": {"source": str(prompts)},
             "rollout": {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 8, "request_timeout_s": 5},
@@ -75,7 +78,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
                 name=name,
             )
             try:
-                await executor.start(task_group)
+                await executor.start(task_group, pin_eval_fleet=pin_eval_fleet)
                 yield executor
             finally:
                 await executor.dispose()

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from asyncrl.data.fleet import EvalFleetInfo
+from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.connection import Connection
 from asyncrl.rollout.evaluation import EvalReport
@@ -95,9 +96,6 @@ async def test_an_evaluation_may_be_repeated_at_the_same_step(start_executor: St
 async def test_an_evaluation_goes_to_the_engines_that_only_evaluate_while_there_are_some(
     start_executor: StartExecutor, prompts: Path
 ) -> None:
-    def made_by(version: str) -> Callable[[dict[str, Any], int], Action]:
-        return lambda request, number: Action((5, 6, 7, 2), text="yes", versions=((version, 0, 4),))
-
     evaluation = {"data": {"source": str(prompts)}}
     async with (
         scripted_engine(made_by("0.2")) as trained,
@@ -145,3 +143,115 @@ async def test_the_connection_to_a_fleet_that_was_replaced_is_closed_once_nothin
         executor.set_eval_fleet(EvalFleetInfo(second.url, "0.1", (second.url,)))
         assert (await executor.eval(3)).skipped is None, "it may come back"
     assert len(closed) == 4 and len(set(closed)) == 4, "each once, that to the training engines too"
+
+
+def made_by(version: str) -> Callable[[dict[str, Any], int], Action]:
+    return lambda request, number: Action((5, 6, 7, 2), text="yes", versions=((version, 0, 4),))
+
+
+async def test_a_directory_is_evaluated_on_engines_that_load_it_first(
+    start_executor: StartExecutor, prompts: Path, tmp_path: Path
+) -> None:
+    asked: list[Path | None] = []
+    async with scripted_engine(made_by("0.2")) as trained, scripted_engine(made_by("mine")) as pinned:
+
+        async def pin(hf_dir: Path | None) -> EvalFleetInfo:
+            asked.append(hf_dir)
+            return EvalFleetInfo(pinned.url, "mine" if hf_dir else "0.2", (pinned.url,))
+
+        async with start_executor(trained, eval={"data": {"source": str(prompts)}}, pin_eval_fleet=pin) as executor:
+            report = await executor.eval(1, hf_dir=tmp_path / "mine")
+            assert (report.accuracy, report.versions) == (1.0, ("mine",))
+            assert (len(trained.requests), len(pinned.requests), asked) == (0, 40, [tmp_path / "mine"])
+        async with start_executor(trained, eval={"data": {"source": str(prompts)}}) as executor:
+            assert "no engines that only evaluate" in str((await executor.eval(1, hf_dir=tmp_path)).skipped)
+
+
+async def test_a_point_names_every_version_that_made_its_samples(start_executor: StartExecutor, prompts: Path) -> None:
+    def two(request: dict[str, Any], number: int) -> Action:
+        return Action((5, 6, 7, 2), text="yes", versions=(("0.9", 0, 2), ("0.10", 2, 4)))
+
+    async with (
+        scripted_engine(two) as engine,
+        start_executor(engine, eval={"data": {"source": str(prompts)}}) as executor,
+    ):
+        assert (await executor.eval(9)).versions == ("0.9", "0.10")
+
+
+EXTERNAL = {
+    "scores": ({"accuracy": 0.25, "pass_at_4": 0.5}, None),
+    "plain": (0.75, None),
+    "sync": (0.75, None),
+    "raises": (None, "ValueError: no such task"),
+    "wrong": (None, "a dict of numbers with `accuracy` is wanted, and it returned {'score': 1}"),
+    "hangs": (None, "no evaluation .* after 0.3 s"),
+}
+
+
+@pytest.mark.parametrize("name", EXTERNAL)
+async def test_a_function_of_the_users_own_evaluates_the_checkpoint_as_a_model_directory(
+    start_executor: StartExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("the first")
+    (checkpoint := tmp_path / "published").mkdir()
+    (checkpoint / "model.safetensors").write_text("the trained")
+    (tmp_path / "own_evaluations.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def pin(hf_dir: Path | None) -> EvalFleetInfo:
+        return EvalFleetInfo("", "0.4", (), checkpoint)
+
+    settings = {"function": f"own_evaluations:{name}", "function_args": {"k": 4}, "timeout_s": 0.3}
+    async with scripted_engine() as engine, start_executor(engine, eval=settings, pin_eval_fleet=pin) as executor:
+        report = await executor.eval(4)
+    expected, skipped = EXTERNAL[name]
+    if skipped is not None:
+        assert report.accuracy is None and re.search(skipped, str(report.skipped))
+        return
+    numbers = expected if isinstance(expected, dict) else {"accuracy": expected}
+    assert {key: value for key, value in report.as_dict().items() if key != "eval/seconds"} == {
+        **{f"eval/{key}": value for key, value in numbers.items()},
+        **{f"eval/{key}": 0 for key in ("num_prompts", "num_samples", "failed_samples")},
+    }
+    assert report.versions == ("0.4",) and not engine.requests
+
+
+OWN = """
+import asyncio
+
+def sync(hf_dir, k):
+    assert sorted(p.name for p in hf_dir.iterdir()) == ["config.json", "model.safetensors", "own_evaluations.py",
+        "tokenizer.json", "train.jsonl"], list(hf_dir.iterdir())
+    assert (hf_dir / "model.safetensors").read_text() == "the trained" and k == 4
+    return 0.75
+
+async def plain(hf_dir, k):
+    return sync(hf_dir, k)
+
+async def scores(hf_dir, k):
+    return {"accuracy": 0.25, "pass_at_4": 0.5}
+
+def raises(hf_dir, k):
+    raise ValueError("no such task")
+
+async def wrong(hf_dir, k):
+    return {"score": 1}
+
+async def hangs(hf_dir, k):
+    await asyncio.sleep(60)
+"""
+
+
+async def test_a_function_that_does_not_take_its_arguments_is_refused_before_anything_runs(
+    start_executor: StartExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_evaluations.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"function": "own_evaluations:sync", "function_args": {"n": 1}}
+    async with scripted_engine() as engine:
+        with pytest.raises(BaseExceptionGroup) as raised:
+            async with start_executor(engine, eval=settings):
+                pass
+    assert raised.group_contains(ConfigError, match=r"eval\.function: .*\(hf_dir, \*\*eval\.function_args\)")

@@ -10,10 +10,14 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from asyncrl.errors import RolloutError
+from asyncrl.config import Config
+from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.report import build_report
 from asyncrl.observability.waits import WAITS
+from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.scheduling.group import GroupState
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import deadlines
@@ -165,3 +169,48 @@ async def test_executors_of_one_job_have_reward_workers_of_their_own(
         await one.get(0)
         await other.get(0)
     assert {"one-reward-worker-0.log", "other-reward-worker-0.log"} <= set(os.listdir(tmp_path))
+
+
+async def test_executors_with_names_are_told_apart_in_ids_events_report_and_files(
+    start_executor: StartExecutor, prompts: Path, events: EventLog
+) -> None:
+    settings = {**SHARED, "eval": {"data": {"source": str(prompts)}}}
+    async with (
+        scripted_engine() as engine,
+        start_executor(engine, **settings) as one,
+        start_executor(engine, name="code", **settings) as other,
+    ):
+        for executor in (one, other):
+            await executor.get(0)
+            await executor.commit(0)
+            await executor.eval(1)
+    ended = [event for event in events.recent if event["kind"] == "groups_trained"]
+    assert [list(event["group_ids"]) for event in ended] == [
+        ["00000000", "00000001", "00000002"],
+        ["code-00000000", "code-00000001", "code-00000002"],
+    ]
+    assert [event["executor"] for event in events.recent if event["kind"] == "evaluated"] == ["", "code"]
+    rids = [request["rid"] for request in engine.requests]
+    assert len(set(rids)) == len(rids) == 2 * (6 + 40) and sum("-code-" in rid for rid in rids) == 46
+    report = build_report(events.recent, ())
+    assert (report.groups["trained"], report.groups["trained (code)"]) == (3, 3)
+
+
+async def test_an_executor_with_a_name_goes_on_under_it(start_executor: StartExecutor, events: EventLog) -> None:
+    async with scripted_engine() as engine:
+        async with start_executor(engine, name="code", **SHARED) as executor:
+            await executor.get(0)
+            await executor.commit(0)
+            files = await executor.save()
+        async with start_executor(engine, name="code", **SHARED) as executor:
+            reached = await executor.restore(files, 1)
+            assert reached.had_ended("code-00000002") and not reached.had_ended("code-00000003")
+            assert (await executor.get(1)).group_ids == ("code-00000003", "code-00000004", "code-00000005")
+
+
+@pytest.mark.parametrize("name", ["a-b", "a.b", "1st", "é", "a b"])
+def test_a_name_that_ids_could_not_bear_is_refused(tokenizer: PolicyTokenizer, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="letters, digits and underscores"):
+        RolloutExecutor(
+            Config(), router_url="", host=None, events=EventLog(None), tokenizer=tokenizer, log_dir=tmp_path, name=name
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.errors import EngineError, RolloutError
+from asyncrl.errors import ConfigError, EngineError, RolloutError
 from asyncrl.observability.events import EventLog, read_events
 from asyncrl.rollout.group_events import GroupDropped, GroupFiltered, GroupsTrained
 from asyncrl.rollout.scheduling.ledger import Reached
@@ -242,3 +242,43 @@ async def test_a_loop_without_a_checkpoint_still_saves_at_a_signal(stages: tuple
             "trainer.save_checkpoint 0 {} wait",
         ]
         assert run.statistics().background == (), "nothing else uses the trainer any more"
+
+
+async def test_every_executor_of_a_run_is_saved_and_goes_on_with_its_own_files() -> None:
+    calls: list[str] = []
+    one, other = Executor(calls, save={"rollout.json": b"1"}), Executor(calls, save={"rollout.json": b"2"})
+    other.name = "code"
+    trainer, saved = Trainer(calls), {"rollout.json": b"1", "code.rollout.json": b"2"}
+    of_run = checkpoints(a_job(checkpoint={"every": 1}), calls, trainer, executor=one)
+    await of_run.add(other)
+    await of_run.add(other)
+    await of_run.save_if_due(0, last=False)
+    assert calls == ["executor.save", "executor.save", f"trainer.save_checkpoint 0 {saved}"]
+
+    calls.clear()
+    trainer = Trainer(calls, resumed_at=1)
+    trainer.resumed.extra = saved
+    job = a_job()
+    of_run = checkpoints(job, calls, trainer, executor=one)
+    await of_run.resume(1)
+    await of_run.add(other)
+    assert calls == [f"executor.restore {saved} 1", f"executor.restore { ({'rollout.json': b'2'}) } 1"]
+    third = Executor(calls)
+    third.name = "math"
+    await of_run.add(third)
+    assert job.record.notes[1:] == ["PATH knows no rollout executor 'math': it begins with its first prompt"]
+    third = Executor(calls)
+    third.name = "code"
+    with pytest.raises(ConfigError, match="two rollout executors are named 'code'"):
+        await of_run.add(third)
+
+
+async def test_a_signal_settles_and_saves_every_executor() -> None:
+    calls: list[str] = []
+    other = Executor(calls)
+    other.name = "code"
+    of_run = checkpoints(a_job(checkpoint={"every": 100}), calls, Trainer(calls, step=7, settle=7))
+    await of_run.add(other)
+    await of_run.save_now()
+    settled = ["trainer.settle", "executor.settle 7 trainer", "executor.settle 7 trainer"]
+    assert calls == [*settled, "executor.save", *SAVE]

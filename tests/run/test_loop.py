@@ -8,7 +8,6 @@ import anyio
 import pytest
 
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.rollout.evaluation import skipped_report
 from tests.run.jobs import Engines, Executor, Trainer, a_job, started
 
 pytestmark = pytest.mark.anyio
@@ -35,6 +34,13 @@ async def test_a_run_of_which_nothing_says_how_long_it_is_is_refused_before_anyt
     assert calls == []
 
 
+async def test_a_loop_that_generates_nothing_ahead_tells_that_its_bound_on_staleness_is_not_used() -> None:
+    for ahead, told in ((False, 1), (True, 0)):
+        job = a_job(rollout={"max_staleness": 3})
+        async with started(Engines([]), Executor([]), Trainer([]), job=job, generates_ahead=ahead):
+            assert sum("max_staleness = 3 has no effect" in note for note in job.record.notes) == told
+
+
 async def test_a_run_knows_its_first_and_its_last_step() -> None:
     job = a_job(train={"num_steps": None, "num_epochs": 3})
     async with started(Engines([]), Executor([]), Trainer([], resumed_at=4), job=job, per_epoch=2) as run:
@@ -47,6 +53,15 @@ async def test_no_step_begins_after_a_stop_was_asked_for() -> None:
         assert next(steps) == 0
         run.job.stop.request()
         assert list(steps) == []
+
+
+@pytest.mark.parametrize(("ahead", "bound", "threads"), [(False, 3, 2), (True, 0, 2), (True, 1, 1)])
+async def test_a_trainer_leaves_cores_only_to_engines_that_generate_meanwhile(
+    ahead: bool, bound: int, threads: int
+) -> None:
+    trainer, job = Trainer([]), a_job(rollout={"max_staleness": bound})
+    async with started(Engines([]), Executor([]), trainer, job=job, generates_ahead=ahead):
+        assert trainer.threads == threads
 
 
 @pytest.mark.parametrize("colocated", [True, False])
@@ -73,22 +88,6 @@ async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
     async with started(engines, Executor([]), Trainer([])) as run:
         await run.evaluate(3)
         assert run.job.record.points == [(3, None, {}, "engine-0: gone")]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("failure", [None, EngineError("eval-0 holds weights '0.1'")])
-async def test_engines_that_only_evaluate_are_pinned_first_and_a_pin_that_fails_is_a_skipped_point(
-    failure: EngineError | None,
-) -> None:
-    calls: list[str] = []
-    job = a_job(eval={"data": {"source": "x.jsonl"}, "fleet": {}})
-    engines = Engines(calls, pin_eval_fleet=failure or "INFO")
-    executor = Executor(calls, eval=skipped_report(3, "as told"))
-    async with started(engines, executor, Trainer(calls), job=job) as run:
-        calls.clear()
-        await run.evaluate(3)
-    done = ["executor.set_eval_fleet INFO", "executor.eval 3"]
-    assert calls == ["engines.pin_eval_fleet", *(["executor.report_eval_skip 3"] if failure else done)]
-    assert job.record.points == [(3, None, {}, str(failure or "as told"))]
 
 
 async def test_a_step_is_recorded_with_the_publication_that_it_had() -> None:
@@ -140,8 +139,9 @@ async def test_an_executor_that_is_added_later_hears_of_pauses_and_of_the_weight
     async with started(Engines(calls), Executor(calls), Trainer(calls)) as run:
         run.job.pauses.serve("0.0")
         other: Any = Executor(others)
-        run.add_executor(other)
-        run.add_executor(other)
+        other.name = "code"
+        await run.add_executor(other)
+        await run.add_executor(other)
         assert others == ["executor.set_weight_version 0.0"]
         run.job.pauses.begin("a test").end()
         assert others[1:] == ["executor.engines_paused", "executor.engines_resumed"] == calls[-2:]

@@ -40,7 +40,7 @@ class Trainer:
         self.rig, self.shares, self.first = rig, shares, first
         self.on_gpu = False
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         await self.onload()
         return self.first
 
@@ -61,6 +61,8 @@ class Trainer:
 
 class Executor:
     """A batch is one token, an evaluation another."""
+
+    name = ""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig

@@ -44,5 +44,5 @@ def served_problems(config: Config) -> Iterator[Problem]:
             )
     for section, settings in served_beside(config).values():
         yield from server_arg_problems(settings.server_args, section)
-    if config.eval.fleet is not None and config.eval.data is None:
+    if config.eval.fleet is not None and not config.eval.enabled:
         yield Problem("eval.fleet", "has nothing to evaluate; set eval.data")

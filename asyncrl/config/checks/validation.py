@@ -14,7 +14,8 @@ from asyncrl.config.checks import engine_args, router_args
 from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
-from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS, function_problems
+from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
 from asyncrl.config.checks.staleness import least_staleness
@@ -38,6 +39,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
         *_schedule_problems(config),
         *_staleness_problems(config),
         *_interval_problems(config),
+        *_eval_problems(config),
         *_update_problems(config),
         *_batch_problems(config, machine),
         *_length_problems(config, facts),
@@ -63,6 +65,7 @@ def config_warnings(config: Config) -> Iterator[str]:
     for package, keys in passed_on.items():
         if keys and (warning := unchecked_warning(keys, package)) is not None:
             yield warning
+    yield from settings_without_effect(config)
 
 
 def _sampling_problems(config: Config) -> Iterator[Problem]:
@@ -109,6 +112,18 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def _eval_problems(config: Config) -> Iterator[Problem]:
+    evaluation = config.eval
+    if evaluation.function is None:
+        if evaluation.function_args:
+            yield Problem("eval.function_args", "has no function to go to; set eval.function")
+        return
+    yield from function_problems("eval.function", evaluation.function)
+    for key, other in (("eval.data", evaluation.data), ("eval.fleet", evaluation.fleet)):
+        if other is not None:
+            yield Problem("eval.function", f"evaluates in the place of {key}; take one of the two out")
+
+
 def _staleness_problems(config: Config) -> Iterator[Problem]:
     asked, least, train = config.rollout.max_staleness, least_staleness(config), config.train
     interval, steps = train.update_weights_interval, train.optimizer_steps_per_batch
@@ -124,7 +139,7 @@ def _staleness_problems(config: Config) -> Iterator[Problem]:
 
 def _interval_problems(config: Config) -> Iterator[Problem]:
     every, interval = config.eval.every, config.train.update_weights_interval
-    if config.eval.data is not None and every is not None and every % interval:
+    if config.eval.enabled and every is not None and every % interval:
         yield Problem(
             "eval.every",
             f"{every} is no multiple of {interval} (train.update_weights_interval): what is evaluated are the "
@@ -210,11 +225,13 @@ def _data_problems(config: Config) -> Iterator[Problem]:
     if config.eval.data is not None:
         sources.append(("eval.data", config.eval.data))
     for key, data in sources:
-        if data.system_prompt is not None and data.chat_template is False:
-            yield Problem(
-                f"{key}.system_prompt",
-                f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
-            )
+        given = {"system_prompt": data.system_prompt is not None, "chat_template_args": bool(data.chat_template_args)}
+        for name, is_given in given.items():
+            if is_given and data.chat_template is False:
+                yield Problem(
+                    f"{key}.{name}",
+                    f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
+                )
 
 
 def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ Every setting of a run, generated from the schema in `asyncrl/config/` (`python 
 
 A run is described by TOML files and options; later files win over earlier ones, and options over files:
 
-    torchrun --nproc-per-node 1 entrypoints/train.py @ recipe.toml @ mine.toml --train.lr 1e-3
+    python entrypoints/train.py @ recipe.toml @ mine.toml --train.lr 1e-3
 
 - In a file a setting stands in its section (`[train]`, `lr = 1e-3`); as an option it is `--train.lr 1e-3`. Dashes and
   underscores are the same in both.

@@ -33,8 +33,9 @@ class EngineConfig(Section):
     memory."""
 
     external: tuple[str, ...] = ()
-    """Engines that somebody else runs, as http://host:port. They must serve the same model. They get weights as the
-    job's own engines do, and go on when the job ends. One that goes away is out of service until it answers again."""
+    """Engines that somebody else runs, as http://host:port; `asyncrl engine MODEL` starts one. They must serve the same
+    model. They get weights as the job's own engines do, and go on when the job ends. One that goes away is out of
+    service until it answers again."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto is cuda when the job sees a GPU."""
@@ -94,7 +95,7 @@ class ServingConfig(Section):
 
 class ServedModelConfig(ServingConfig):
     """A model that is served beside the trained one, behind a router of its own, and never changes: a judge, or a
-    reference. You choose its name."""
+    reference. You choose its name. Rewards ask it by `asyncrl.served.served_model(NAME)`."""
 
     path: Path | None = None
     """Hugging Face directory; none: model.path, the policy as it was at the start."""
@@ -104,9 +105,9 @@ class ServedModelConfig(ServingConfig):
 
 
 class EvalFleetConfig(ServingConfig):
-    """Engines for evaluation only, with a router of their own. They start at the first evaluation, and load a
-    checkpoint before each, so that an evaluation holds up no publication. Without them the training engines
-    evaluate."""
+    """Engines for evaluation only, with a router of their own. They start at the first evaluation, and load a copy of
+    the published weights before each. Their start and each evaluation go on beside the loop: neither a step nor a
+    publication waits for them. Without them the training engines evaluate, and the loop waits."""
 
 
 class HealthConfig(Section):

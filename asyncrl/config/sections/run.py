@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,7 +16,7 @@ class RunConfig(Section):
     """Where a run writes, how it shows itself and how it ends."""
 
     dir: Path = Path("runs/run")
-    """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
+    """Run directory: config, metrics.jsonl, events.jsonl, samples.jsonl, logs/, export/, summary.json."""
 
     if_exists: Literal["error", "new", "overwrite", "resume"] = "error"
     """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), erase the old
@@ -49,7 +49,8 @@ class RunConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on held-out prompts."""
+    """Greedy evaluation on held-out prompts, or by a function of your own. The engines that train evaluate while the
+    loop waits. Engines of `eval.fleet` and `eval.function` evaluate beside the loop."""
 
     every: int | None = Field(default=None, ge=1)
     """Evaluate before every n-th step; none: only at start and end."""
@@ -61,9 +62,21 @@ class EvalConfig(Section):
     """Evaluate after the last step."""
 
     data: DataConfig | None = None
-    """Held-out prompts; none: no evaluation."""
+    """Held-out prompts; none: no evaluation, unless there is `eval.function`."""
 
     fleet: EvalFleetConfig | None = None
+
+    function: str | None = None
+    """Dotted path package.module:function, sync or async, that evaluates in the place of `eval.data`. It is called with
+    the Hugging Face directory of the published policy, and returns the accuracy, or a dict of numbers with `accuracy`
+    among them. A sync one runs in a thread; have it start processes for work that holds the interpreter."""
+
+    function_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of eval.function."""
+
+    if_busy: Literal["wait", "skip"] = "wait"
+    """What an evaluation beside the loop does while the one before it still runs: the loop waits for the end of that
+    one, or the new point is skipped with this reason. The last one always waits."""
 
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest response in tokens; none: rollout.max_new_tokens."""
@@ -80,9 +93,19 @@ class EvalConfig(Section):
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest evaluation; a longer one is a skipped point with a reason."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self.data is not None or self.function is not None
+
+    @property
+    def beside(self) -> bool:
+        """Whether evaluations go on beside the loop, on a checkpoint of their own."""
+        return self.fleet is not None or self.function is not None
+
     def due(self, step: int, first_step: int) -> bool:
         """Whether to evaluate after `step` trained steps, before the next one; the attempt began at
         `first_step`."""
-        if self.data is None:
+        if not self.enabled:
             return False
         return self.at_start if step == first_step else self.every is not None and step % self.every == 0

@@ -33,6 +33,8 @@ class Setup(msgspec.Struct):
     scope: RewardScope
     directory: str
     import_path: list[str]
+    models: dict[str, str]
+    """Urls of the models of [models.NAME], by name."""
 
 
 class Started(msgspec.Struct):

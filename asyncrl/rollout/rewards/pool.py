@@ -38,6 +38,7 @@ from asyncrl.rollout.rewards.frames import ScoreOutcome, Setup, Started, call_of
 from asyncrl.rollout.rewards.registry import RewardFunction
 from asyncrl.rollout.rewards.result import Score, failed
 from asyncrl.rollout.rewards.worker_connection import Garbled, WorkerConnection, WorkerDied, is_ours
+from asyncrl.served import declared_models
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -298,7 +299,14 @@ class WorkerPool:
         function = self._function
         try:
             with waiting("import of the reward function", spec.name, _START_TIMEOUT_S):
-                setup = Setup(function.name, dict(function.args), function.scope, function.directory, sys.path)
+                setup = Setup(
+                    function.name,
+                    dict(function.args),
+                    function.scope,
+                    function.directory,
+                    sys.path,
+                    declared_models(),
+                )
                 await connection.send(frame(setup))
                 started = await connection.receive(Started)
         except TimeoutError as error:

@@ -19,6 +19,7 @@ from asyncrl.errors import RewardError, describe_exception
 from asyncrl.rollout.rewards.frames import HEADER, ScoreCall, ScoreOutcome, Setup, Started, frame, samples_and_prompt
 from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
 from asyncrl.rollout.rewards.result import failed
+from asyncrl.served import declare_models
 
 
 def main(socket_name: str) -> None:
@@ -31,6 +32,7 @@ def main(socket_name: str) -> None:
     setup = msgspec.msgpack.decode(setup_body, type=Setup)
     os.chdir(setup.directory)
     sys.path.extend(path for path in setup.import_path if path not in sys.path)
+    declare_models(setup.models)
     try:
         reward = resolve_reward(setup.function, setup.args, setup.scope)
     except RewardError as error:

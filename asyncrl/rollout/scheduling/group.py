@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import anyio
 
+from asyncrl.data.prompt_stream import PromptDraw
 from asyncrl.data.sample import Prompt, SampleGroup
 
 
@@ -32,13 +33,20 @@ class GroupState(StrEnum):
 ENDS = frozenset({GroupState.TRAINED, GroupState.FILTERED, GroupState.DROPPED})
 
 
-def group_id_of(ordinal: int, issues: int) -> str:
+def group_id_of(ordinal: int, issues: int, executor: str = "") -> str:
     """The id of the group for draw `ordinal` of the prompt stream, issued `issues` times before.
+
+    That of an executor with a name begins with the name and a dash, which no name holds.
 
     An engine that aborts a request also aborts every request whose id begins with the same characters. In a request id
     the group id is followed by a dot, so no group id may be the beginning of another one up to that dot.
     """
-    return f"{ordinal:08d}" + (f"r{issues}" if issues else "")
+    return (f"{executor}-" if executor else "") + f"{ordinal:08d}" + (f"r{issues}" if issues else "")
+
+
+def executor_of(group_id: str) -> str:
+    """The name of the executor that made the group; empty for the one without a name."""
+    return group_id.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,18 @@ class Issue:
     epoch: int
     issues: int = 0
     """How often the prompt of this draw was issued before."""
+    executor: str = ""
+    """Name of the executor that drew it."""
+
+    @classmethod
+    def of(cls, draw: PromptDraw, issues: int = 0) -> Issue:
+        """The issue of a draw that was issued `issues` times before."""
+        return cls(draw.ordinal, draw.prompt, draw.epoch, issues, draw.executor)
 
     @property
     def group_id(self) -> str:
         """The same in every attempt of the job."""
-        return group_id_of(self.ordinal, self.issues)
+        return group_id_of(self.ordinal, self.issues, self.executor)
 
 
 @dataclass(slots=True, eq=False)

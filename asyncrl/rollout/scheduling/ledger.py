@@ -44,7 +44,7 @@ from asyncrl.rollout.group_events import (
     GroupsRolledBack,
     GroupsTrained,
 )
-from asyncrl.rollout.scheduling.group import ENDS, Group, GroupState, Issue
+from asyncrl.rollout.scheduling.group import ENDS, Group, GroupState, Issue, executor_of
 
 _UNDELIVERED = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.FINISHED)
 
@@ -211,13 +211,13 @@ class Reached:
 
     def had_ended(self, group_id: str) -> bool:
         """Whether this group had ended by then."""
-        ordinal, _, issues = group_id.partition("r")
+        ordinal, _, issues = group_id.rpartition("-")[2].partition("r")
         number = int(ordinal)
         return number < self.drawn and int(issues or 0) < self.live.get(number, math.inf)
 
 
-def rolled_back(events: Iterable[Mapping[str, Any]], reached: Reached | None) -> tuple[str, ...]:
-    """The groups that ended after the save from which a job resumes, in the order of their ends.
+def rolled_back(events: Iterable[Mapping[str, Any]], reached: Reached | None, executor: str = "") -> tuple[str, ...]:
+    """The groups of `executor` that ended after the save from which a job resumes, in the order of their ends.
 
     `events` is the log of all attempts. `reached` is the state at the save; None for a job that begins anew.
     """
@@ -231,4 +231,5 @@ def rolled_back(events: Iterable[Mapping[str, Any]], reached: Reached | None) ->
             case GroupsRolledBack.kind:
                 for group_id in event["group_ids"]:
                     ended.pop(group_id, None)
-    return tuple(group_id for group_id in ended if reached is None or not reached.had_ended(group_id))
+    its_own = (group_id for group_id in ended if executor_of(group_id) == executor)
+    return tuple(group_id for group_id in its_own if reached is None or not reached.had_ended(group_id))

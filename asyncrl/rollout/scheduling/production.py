@@ -205,7 +205,7 @@ class Production:
         if self._again:
             return self._again.popleft()
         draw = self._stream.draw()
-        return Issue(draw.ordinal, draw.prompt, draw.epoch)
+        return Issue.of(draw)
 
     async def _run(self, group: Group) -> None:
         """The task of one group."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from asyncrl.data.model_files import is_weights
 from asyncrl.training.checkpoints.files import write_bytes, write_tensors
 from asyncrl.training.checkpoints.manifest import FileRecord
 from asyncrl.weights.buckets import TensorSpec, plan_buckets
-
-_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
-"""Weight files of a model directory; all other files are copied."""
 
 MAX_FILE_BYTES = 4_000_000_000
 
@@ -57,7 +54,7 @@ def write_model(
     directory.mkdir(parents=True)
     written = {}
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
+        if file.is_file() and not file.name.startswith(".") and not is_weights(file):
             data = file.read_bytes()
             written[directory / file.name] = write_bytes(
                 directory / file.name, _record_dtype(data, dtype) if file.name == "config.json" else data

@@ -220,6 +220,14 @@ def test_what_was_rolled_back_once_is_rolled_back_again_only_where_it_ended_agai
     assert rolled_back(log, None) == (G[3],)
 
 
+def test_each_executor_rolls_back_its_own_groups() -> None:
+    code = [group_id_of(ordinal, issues, "code") for ordinal, issues in ((0, 0), (3, 0), (3, 1), (7, 0))]
+    log = a_log(trained(0, G[0], *code[:2]), dropped(G[3]), filtered(code[2]), trained(1, G[7], code[3]))
+    assert rolled_back(log, Reached(6, {3: 0})) == (G[3], G[7])
+    assert rolled_back(log, Reached(6, {3: 1}), "code") == (code[2], code[3])
+    assert rolled_back(log, None, "code") == tuple(code) and rolled_back(log, None, "math") == ()
+
+
 def test_no_group_ends_twice_or_skips_a_state() -> None:
     ledger = Ledger(lambda event: None)
     a = finished(ledger, 0)

@@ -1,0 +1,65 @@
+"""An engine without a job: `asyncrl engine MODEL`, for `engine.external` of one job after the other.
+
+It is launched as a job launches its own engines, on a CPU too, and goes on until it is stopped. A restart of a job then
+costs no start of an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from asyncrl.config.layout import DRIVER_NODE, EnginePlacement
+from asyncrl.config.machine import Machine
+from asyncrl.config.placement.threads import threads_on_cpu
+from asyncrl.config.sections.inference import ServedModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.inference.engines.ports import EnginePorts
+from asyncrl.inference.sglang.launch import engine_argv, engine_environment
+
+
+def standalone_engine(
+    settings: ServedModelConfig, *, port: int, host: str, machine: Machine
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Command line and environment of an engine that serves `settings.path` at `host`:`port`.
+
+    It binds the two ports after `port` too. Raises ConfigError for a directory without a model, and where there are
+    fewer GPUs than ranks.
+    """
+    assert settings.path is not None, "the command names it"
+    if not (settings.path / "config.json").is_file():
+        raise ConfigError(f"{settings.path} is no Hugging Face model directory: it holds no config.json")
+    ranks, device = settings.tensor_parallel, machine.device
+    if device == "cuda" and ranks > len(machine.gpus):
+        raise ConfigError(f"--tensor-parallel: {ranks} ranks need as many GPUs, and {len(machine.gpus)} are visible")
+    placement = EnginePlacement(
+        engine_id="engine",
+        node=DRIVER_NODE,
+        tensor_parallel=ranks,
+        gpus=tuple(range(ranks)) if device == "cuda" else (),
+        visible_devices=",".join(machine.gpus[:ranks]),
+        colocated=False,
+        transport="broadcast",
+    )
+    argv = engine_argv(
+        settings,
+        placement,
+        EnginePorts.from_base(port),
+        model_path=settings.path,
+        host=host,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        context_length=settings.context_length,
+    )
+    scratch = Path(tempfile.gettempdir())
+    threads = threads_on_cpu(machine, ranks).engine if device == "cpu" else None
+    return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
+
+
+def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> None:
+    """Becomes that engine; does not return."""
+    argv, environment = standalone_engine(settings, port=port, host=host, machine=Machine.detect())
+    url = f"http://{host}:{port}"
+    print(f"engine of {settings.path} at {url}; a job takes it with --engine.external {url}", flush=True)
+    os.execve(argv[0], argv, os.environ | environment)

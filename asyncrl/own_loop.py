@@ -1,0 +1,1 @@
+../entrypoints/own_loop.py

@@ -1,0 +1,1 @@
+../entrypoints/train_async.py

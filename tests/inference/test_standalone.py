@@ -1,0 +1,60 @@
+"""`asyncrl engine MODEL`: an engine that outlives jobs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config.machine import Machine
+from asyncrl.config.sections.inference import ServedModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.inference.standalone import standalone_engine
+
+CPU = Machine(world_size=1, local_world_size=1)
+GPUS = Machine(world_size=1, local_world_size=1, gpus=("GPU-a", "GPU-b"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def launched(settings: ServedModelConfig, machine: Machine) -> tuple[str, dict[str, str]]:
+    argv, environment = standalone_engine(settings, port=30000, host="127.0.0.1", machine=machine)
+    return " ".join(argv), environment
+
+
+def test_it_is_launched_as_a_job_launches_its_own(model: Path) -> None:
+    line, environment = launched(ServedModelConfig(path=model, max_total_tokens=4096), CPU)
+    assert f"--model-path {model} --host 127.0.0.1 --port 30000 --nccl-port 30001" in line
+    assert "--device cpu --dtype float32" in line and "--max-total-tokens 4096" in line
+    assert environment["SGLANG_PLATFORM"] == "asyncrl_cpu" and environment["OMP_NUM_THREADS"] == "1"
+    line, environment = launched(ServedModelConfig(path=model, tensor_parallel=2), GPUS)
+    assert "--device cuda --dtype bfloat16" in line and environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+
+
+def test_what_cannot_start_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no Hugging Face model directory"):
+        launched(ServedModelConfig(path=tmp_path / "absent"), CPU)
+    with pytest.raises(ConfigError, match="3 ranks need as many GPUs, and 2 are visible"):
+        launched(ServedModelConfig(path=model, tensor_parallel=3), GPUS)
+
+
+def test_the_command_becomes_the_engine_and_says_how_a_job_takes_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *how: became.append(how))
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "engine", str(model), "--port", "31000", "--context-length", "256"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cli.main()
+    [(program, argv, environment)] = became
+    assert program == sys.executable and "--context-length 256" in " ".join(argv)
+    assert environment["PATH"] == os.environ["PATH"] and environment["SGLANG_PLATFORM"] == "asyncrl_cpu"
+    assert "--engine.external http://127.0.0.1:31000" in capsys.readouterr().out
