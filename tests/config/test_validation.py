@@ -108,6 +108,8 @@ README = Path(__file__).parents[2] / "README.md"
             "checkpoint.resume",
             "set model.path = runs/x/checkpoints/step-000004/model",
         ),
+        (["--checkpoint.resume", "gone"], "checkpoint.resume", "gone does not exist (looked in "),
+        (["--checkpoint.resume", "."], "checkpoint.resume", "is no checkpoint (it holds no manifest.json)"),
         (["--debug.rollout-only", "--run.if-exists", "resume"], "run.if_exists", "half a job go on with"),
         (
             ["--debug.train-only", "--debug.load-rollouts", ".", "--run.dir", ".", "--run.if-exists", "resume"],
