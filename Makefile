@@ -5,7 +5,6 @@ PYTHON ?= python3.11
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-12)-$(shell pwd | sha256sum | cut -c1-12)
 
-export OMP_NUM_THREADS ?= 1
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 
 install: $(STAMP)
@@ -33,7 +32,7 @@ types: $(STAMP)
 # What no other lane names is in quick-rest, or in system-fleet where it lies in tests/system. At last, alone, comes what
 # must happen within a second.
 JOBS    ?= 6
-PYTEST  := $(BIN)/python -m pytest -p no:cacheprovider --durations=8
+PYTEST  := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -p no:cacheprovider --durations=8
 QUICK   := quick-updates quick-training quick-ends quick-engines quick-rollout quick-rest
 FIRST   := system-fleet system-exit
 LAST    := system-jobs system-gang types
@@ -66,7 +65,7 @@ test: lint
 	$(MAKE) --no-print-directory system-recovery
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long --timeout 7200
+	$(PYTEST) -m long --timeout 7200
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

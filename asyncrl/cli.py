@@ -2,6 +2,7 @@
 
 asyncrl new DIR                         a loop, a recipe and a reward of your own to begin with
 asyncrl report RUN                      what happened in a run directory
+asyncrl samples RUN                     what the model answered, with rewards
 asyncrl stop RUN                        finish the step in progress, then leave
 asyncrl health RUN                      the engines of a running job
 asyncrl health pause|resume RUN         no health probes of its engines for a while
@@ -61,6 +62,29 @@ def report(run: Positional[Path]) -> None:
     from asyncrl.observability.report import show_report
 
     show_report(run)
+
+
+@app.command
+def samples(
+    run: Positional[Path],
+    *,
+    step: int | None = None,
+    sort: Literal["kept", "reward", "tokens"] = "kept",
+    eval: bool = False,
+    limit: int | None = None,
+) -> None:
+    """What the model answered: prompt, response, answer and reward of the samples that the run has kept.
+
+    Args:
+        run: The run directory.
+        step: Which step (from 1), or after how many steps the evaluation was; none: the latest.
+        sort: As kept, the highest reward first, or the longest response first.
+        eval: Samples of an evaluation instead of a training step.
+        limit: Show so many at most.
+    """
+    from asyncrl.observability.samples.listing import show_samples
+
+    show_samples(run, kind="eval" if eval else "train", step=step, order=sort, limit=limit)
 
 
 @app.command

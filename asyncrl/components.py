@@ -55,9 +55,11 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     from asyncrl.control.server import serve_control
     from asyncrl.inference.controller import InferenceController
     from asyncrl.inference.engine_commands import EngineCommands, refuse_without_engines
+    from asyncrl.run.trackers import start_trackers
 
     if job.config.debug.train_only:
         serve_control(job.task_group, job.directory.control, refuse_without_engines)
+        await start_trackers(job, None)
         return _without_engines(job)
     controller = InferenceController(
         _config_of_engines(job.config),
@@ -69,6 +71,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
     )
     job.disposal.push_async_callback(controller.dispose)
     await controller.start(job.task_group)
+    await start_trackers(job, controller.router_url)
     serve_control(job.task_group, job.directory.control, EngineCommands(controller))
     declare_models(controller.fleet().model_urls)
 

@@ -29,6 +29,7 @@ from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import AsyncRLError, ModelError, RewardError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
+from asyncrl.host.open_files import raise_open_files
 from asyncrl.observability.display import make_display
 from asyncrl.observability.events import EventLog, JobEnded, JobStarted
 from asyncrl.observability.logging import logging_to
@@ -57,6 +58,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     A job that a signal stopped does not return: the process ends here, with 128 + n.
     """
     rank_exit = prepare_rank()
+    raise_open_files()
     try:
         loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=_would_start)
         if rank_exit is not None:

@@ -3,8 +3,8 @@
     python benchmarks/noop_engine.py [--tokens 1000] [--latency-s 1 --jitter 0.5] [--cpu 1] [--parent PID]
 
 Prints its port. With `--parent` it ends with that process, in whatever way that ends. It must be faster than the
-clients that are measured against it. So it is a bare protocol on uvloop, which finds the end of a request and does not
-read it.
+clients that are measured against it. So it is a bare protocol on uvloop, which finds id and end of a request and
+reads nothing else of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -25,21 +26,25 @@ from asyncrl.host.proc import die_with_parent
 
 VOCABULARY = 151_936
 """Upper bound of the ids. They then have as many digits as those of a current model."""
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_RID = re.compile(rb'"rid": *"([^"]*)"')
+_ID = b"ID OF THE REQUEST"
+"""Where the id of the request comes in a prepared answer."""
 _WORDS = ("the ", "of ", "sum ", "=", " 12", "\n", "so ", "we ", "have ", "x", "²", ". ")
 
 
 def body(tokens: int) -> bytes:
     """Returns an answer with the engine's fields. Like the engine, it writes float32 log-probs with float64 digits."""
     dice = random.Random(0)
-    ids = [dice.randrange(100, VOCABULARY) for _ in range(tokens)]
+    ids = [dice.randrange(100, VOCABULARY) for _ in range(tokens - 1)] + [VOCABULARY - 1]
     # A trained policy makes two kinds of tokens: almost certain ones and open choices.
     logprobs = [float32(-dice.expovariate(dice.choice((1.5, 1.5, 200.0)))) for _ in range(tokens)]
     answer = {
         "text": "".join(dice.choice(_WORDS) for _ in range(tokens)),
         "output_ids": ids,
         "meta_info": {
-            "id": "0123abcd-00000000.000.0000",
+            "id": _ID.decode(),
             "finish_reason": {"type": "stop", "matched": VOCABULARY - 1},
             "prompt_tokens": 512,
             "weight_version": "default",
@@ -63,7 +68,8 @@ class Answering(asyncio.Protocol):
     """One connection. It answers each request, also several that arrive together."""
 
     def __init__(self, answer: bytes, latency_s: Callable[[], float]) -> None:
-        self._answer, self._latency_s = answer, latency_s
+        self._before, self._after = answer.split(_ID)
+        self._latency_s = latency_s
         self._received = b""
 
     def connection_made(self, transport: Any) -> None:
@@ -76,22 +82,23 @@ class Answering(asyncio.Protocol):
             end = head + 4 + (int(length[1]) if length else 0)
             if len(self._received) < end:
                 return
+            rid = _RID.search(self._received, head, end)
+            reply = partial(self._reply, rid[1] if rid else b"")
             self._received = self._received[end:]
             if (latency_s := self._latency_s()) > 0:
-                asyncio.get_running_loop().call_later(latency_s, self._reply)
+                asyncio.get_running_loop().call_later(latency_s, reply)
             else:
-                self._reply()
+                reply()
 
-    def _reply(self) -> None:
+    def _reply(self, rid: bytes) -> None:
         if not self._transport.is_closing():
-            self._transport.write(self._answer)
+            length = len(self._before) + len(rid) + len(self._after)
+            self._transport.writelines((_HEAD % length, self._before, rid, self._after))
 
 
 async def serve(tokens: int, latency_s: float, jitter: float) -> None:
     """Prints the port and serves until the process ends."""
-    content = body(tokens)
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    answer = head.encode() + content
+    answer = body(tokens)
 
     def draw() -> float:
         return latency_s * (1 + jitter * (2 * random.random() - 1))

@@ -61,7 +61,8 @@ from asyncrl.weights.publication import PublicationLimits, PublicationReport
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Payload, Sink
 from asyncrl.weights.transports import MIB
-from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
+from asyncrl.weights.transports.broadcast import BroadcastTransport
+from asyncrl.weights.transports.broadcast_sink import is_flattened
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 60.0

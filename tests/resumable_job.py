@@ -59,7 +59,7 @@ class CountingTrainer:
         self._step = 0
         self._saved: Written | None = None
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         self._store.tidy()
         self.resumed = self._store.newest()
         self._step = 0 if self.resumed is None else self.resumed.step

@@ -269,3 +269,31 @@ def test_a_dry_run_refuses_what_the_start_would(
     ended = run_loop(recipe, "pass", "--dry-run", *options)
     assert ended.code != 0 and text in ended.text, ended.text
     assert not ended.run_dir.exists()
+
+
+LIMITS = """
+from asyncrl.config.layout import DRIVER_NODE
+from asyncrl.host import ProcessSpec
+import resource
+spec = ProcessSpec(
+    name="child", argv=("/bin/sh", "-c", "ulimit -Sn"), env={}, log_path=str(job.directory.logs / "child.log")
+)
+await job.hosts[DRIVER_NODE].spawn(spec)
+exited = await job.hosts[DRIVER_NODE].wait("child")
+print("driver", resource.getrlimit(resource.RLIMIT_NOFILE)[0], "child", exited.log_tail.split()[-1])
+""".strip().replace("\n", "\n    ")
+
+
+def test_a_job_and_its_processes_may_open_as_many_files_as_the_machine_allows(recipe: Path) -> None:
+    before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 3000))"
+    ended = run_loop(recipe, LIMITS, before=before)
+    assert "driver 3000 child 3000" in ended.text, ended.text
+
+
+def test_requests_for_which_no_limit_has_room_are_refused_with_the_numbers(recipe: Path) -> None:
+    before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
+    ended = run_loop(recipe, "pass", "--rollout.concurrency", "768", "--dry-run", before=before)
+    assert ended.code == 2, ended.text
+    assert "768 requests in flight need 1664 open files in the router" in ended.text
+    assert "allows a process 1024" in ended.text and "use at most 448" in ended.text
+    assert run_loop(recipe, "pass", "--rollout.concurrency", "448", "--dry-run", before=before).code == 0

@@ -200,7 +200,7 @@ async def test_the_executor_resumes_before_weights_are_published_and_is_saved_be
 async def test_a_policy_is_warmed_up_before_its_weights_are_published(
     entrypoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_up, "_load", lambda job: SimpleNamespace(next_batch=lambda step: f"WARM-{step}"))
+    monkeypatch.setattr(warm_up, "_load", lambda job, progress: SimpleNamespace(next_batch=lambda step: f"WARM-{step}"))
     how: dict[str, Any] = {"train": {"num_steps": 0}, "warmup": {"steps": 1, "lr": 1.0}, "run": {"export": False}}
     calls = await run(entrypoint, monkeypatch, keep_startup=True, **how)
     warmed_up = ["trainer.train_sft WARM-0 1.0", "trainer.reset_optimizer"]

@@ -59,7 +59,7 @@ class Trainer:
         self.saved: dict[int, Mapping[str, bytes]] = {}
         """The executor's part of each checkpoint, by step."""
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         return self.step
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:

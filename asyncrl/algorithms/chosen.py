@@ -31,7 +31,12 @@ BUILTIN: Mapping[str, Callable[[TrainConfig], Algorithm]] = {
 }
 """Algorithms that come with the project; the configuration lists the same names (`config/checks/named_code.py`)."""
 
-_FIGURES = frozenset({"loss", "tokens", "entropy", "logprob_diff"})
+_FIGURES = frozenset(
+    {
+        *("loss", "tokens", "entropy"),
+        *("logprob_diff", "logprob_diff_tokens", "policy_moved", "policy_moved_tokens"),
+    }
+)
 """Names that the learner reports itself."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,22 @@ import torch
 from asyncrl.algorithms.advantages import group_advantages, groups_without_signal
 from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss, sum_where
 from asyncrl.data.batch import RolloutBatch
+
+METRICS: Mapping[str, str] = {
+    "train/groups_without_signal": "Groups whose rewards are all equal: each of their advantages is 0.",
+    "train/advantage_std": "Standard deviation of the advantages over the samples: 0 where no group has a signal.",
+    "train/advantage_max": "Largest magnitude of an advantage.",
+    "train/clip_fraction": "Fraction of the trained tokens whose gradient the clip removed.",
+    "train/ratio_mean": (
+        "Mean ratio of a token's probability under the trainer's weights to that when it was sampled; 1 on policy."
+    ),
+    "train/ratio_max": "Largest of these ratios.",
+    "train/off_policy_drift": (
+        "How far the trained weights are from those that sampled, in nat per token: the mean of ratio - 1 - log ratio, "
+        "which is at least 0 (J. Schulman's k3 estimate). It is no KL to a reference model, and nothing is penalised."
+    ),
+}
+"""What the figures of GRPO are."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +48,17 @@ class Grpo:
     needs: ClassVar[Needs] = Needs(group_samples=2)
 
     def columns(self, batch: RolloutBatch) -> Columns:
-        """`advantages`, the same for all tokens of a sample."""
+        """`advantages`, the same for all tokens of a sample; reports the figures of `METRICS` that are of the batch."""
         advantages = group_advantages(batch.rewards, batch.group_index, normalize=self.normalize_advantages)
         silent = groups_without_signal(batch.rewards, batch.group_index)
-        return Columns({"advantages": advantages[batch.token_samples]}, {"groups_without_signal": float(silent)})
+        metrics = {"groups_without_signal": float(silent)}
+        if advantages.numel():
+            metrics["advantage_std"] = float(advantages.std(correction=0))
+            metrics["advantage_max"] = float(advantages.abs().max())
+        return Columns({"advantages": advantages[batch.token_samples]}, metrics)
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
-        """Reports `clip_fraction` (tokens whose gradient the clip removed), `ratio_mean`, `ratio_max` and `kl_rollout`.
-
-        The last is the mean of k3 estimates of KL(rollout || trainer), ratio - 1 - log ratio >= 0 (J. Schulman,
-        "Approximating KL divergence").
-        """
+        """Reports the figures of `METRICS` that are sums or maxima over tokens."""
         mask, advantages = tokens.mask, tokens.advantages
         difference = torch.where(mask, tokens.logprobs - tokens.engine_logprobs, 0.0)
         ratio = difference.exp()
@@ -54,6 +71,6 @@ class Grpo:
             sums = {
                 "clip_fraction": (clipped & mask).sum(),
                 "ratio_mean": counted.sum(),
-                "kl_rollout": sum_where(mask, ratio - 1.0 - difference),
+                "off_policy_drift": sum_where(mask, ratio - 1.0 - difference),
             }
             return TokenLoss(loss, sums, {"ratio_max": counted.max()})

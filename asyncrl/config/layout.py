@@ -102,6 +102,18 @@ class ExternalEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class Threads:
+    """How many threads the computations of one process get on CPU."""
+
+    trainer: int
+    """A trainer rank that trains while no engine generates."""
+    trainer_beside_engines: int
+    """A trainer rank that trains while engines generate."""
+    engine: int
+    """A tensor-parallel rank of an engine."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessLayout:
     """All processes of a job."""
 
@@ -124,6 +136,17 @@ class ProcessLayout:
     rewards: RewardPlacement = RewardPlacement(0, DRIVER_NODE)
     hosts: tuple[HostPlacement, ...] = (HostPlacement(DRIVER_NODE),)
     """One for each node on which the job can start processes."""
+    threads: Threads | None = None
+    """On CPU; None on GPUs, where torch's own choice holds."""
+
+    def trainer_threads(self, *, beside_engines: bool) -> int | None:
+        """With how many threads a trainer rank computes; None leaves it to torch.
+
+        `beside_engines`: engines generate while it trains.
+        """
+        if self.threads is None:
+            return None
+        return self.threads.trainer_beside_engines if beside_engines else self.threads.trainer
 
     @property
     def transports(self) -> frozenset[Transport]:

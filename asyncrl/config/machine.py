@@ -10,8 +10,10 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from asyncrl.config.layout import Device, Gpu
 
@@ -30,6 +32,10 @@ class Machine:
     """What CUDA_VISIBLE_DEVICES calls each visible GPU of a node: an index or a UUID."""
     cpus: tuple[int, ...] = (0,)
     """Cores that this process may run on."""
+    omp_threads: int | None = None
+    """OMP_NUM_THREADS as the user set it; None where it is unset, or was set by torchrun alone."""
+    open_files: int | None = None
+    """Most files that one process may open, the hard limit; None: without limit."""
 
     @property
     def nodes(self) -> int:
@@ -58,12 +64,43 @@ class Machine:
             # An empty mask is how a job says "no GPU": the driver need not be asked.
             gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
             cpus=tuple(sorted(os.sched_getaffinity(0))),
+            omp_threads=omp_threads_of_user(environ, environment_of_agent),
+            open_files=_hard_limit(),
         )
+
+
+def _hard_limit() -> int | None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> int:
     """This process's rank, as torchrun set it; 0 without torchrun."""
     return int(environ.get("RANK", "0"))
+
+
+def omp_threads_of_user(environ: Mapping[str, str], of_agent: Callable[[], Mapping[str, str]]) -> int | None:
+    """OMP_NUM_THREADS where the user chose it.
+
+    For several ranks on a node torchrun sets it to 1 unless it is set. So a 1 is the user's only if torchrun's own
+    process (`of_agent`: its environment when it was started) had it too.
+    """
+    first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not first.isdigit() or int(first) == 0:
+        return None
+    several = int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    if first == "1" and several and "TORCHELASTIC_RUN_ID" in environ and "OMP_NUM_THREADS" not in of_agent():
+        return None
+    return int(first)
+
+
+def environment_of_agent() -> dict[str, str]:
+    """The environment with which the parent of this process was started; empty where it cannot be read."""
+    try:
+        pairs = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return {name.decode(): value.decode(errors="replace") for name, _, value in (p.partition(b"=") for p in pairs)}
 
 
 def installed_gpus() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from asyncrl.config.sections.inference import EngineConfig, HealthConfig, Router
 from asyncrl.config.sections.model import ModelConfig
 from asyncrl.config.sections.rollout import RewardConfig, RolloutConfig
 from asyncrl.config.sections.run import EvalConfig, RunConfig
+from asyncrl.config.sections.shown import SamplesConfig, TrackConfig
 from asyncrl.config.sections.training import TrainConfig, WarmupConfig
 
 
@@ -31,6 +32,8 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
+    track: TrackConfig = Field(default_factory=TrackConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """Models that are served beside the trained one and never change, each in a section [models.NAME]."""

@@ -50,7 +50,7 @@ def ask(run: Path, request: Request, timeout_s: float) -> Health | CarriedOut:
         raise ControlError(f"{job} ended before it answered; `asyncrl report {run}` says how")
     try:
         answer = read_answer(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ControlError(f"{job} gave an answer that this asyncrl does not know; is it another version?") from error
     if isinstance(answer, Refused):
         raise ControlError(answer.message)

@@ -112,7 +112,7 @@ class _Server:
             request = read_request(line)
         except (anyio.DelimiterNotFound, anyio.IncompleteRead, anyio.BrokenResourceError) as error:
             return Refused(f"not a request of at most {REQUEST_BYTES} bytes and one line: {type(error).__name__}")
-        except (TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (TimeoutError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return Refused(f"not a request that this job knows: {error}")
         try:
             return await self._handler(request)

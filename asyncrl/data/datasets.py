@@ -6,23 +6,28 @@ is memory: about 0.5 kB per prompt beside its text.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import structlog
 
+from asyncrl.config.checks.named_code import is_generated
 from asyncrl.config.sections.data import DataConfig
+from asyncrl.data.fields import Record, required_field
+from asyncrl.data.rendering.encoding import encoded_records
+from asyncrl.data.rendering.findings import Findings
+from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt
-from asyncrl.data.sources import Record, read_records
+from asyncrl.data.sources import Progress, read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import DataError
 
 log = structlog.get_logger(__name__)
 
-_CHUNK = 512  # prompts per tokenizer call
+_GROUPED_NUMBER = re.compile(r"[^\d\s]?-?\d{1,3}(,\d{3})+(\.\d+)?")
+_WORKED_SOLUTION = re.compile(r"\n\s*####\s*\S[^\n]*\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +43,37 @@ class PromptSet:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PolicyTokenizer, *, max_prompt_tokens: int, where: str = "data"
+    config: DataConfig,
+    tokenizer: PolicyTokenizer,
+    *,
+    max_prompt_tokens: int,
+    where: str = "data",
+    progress: Progress | None = None,
 ) -> PromptSet:
     """Reads, renders and encodes the prompts of `config`. Blocks: call it in a thread.
 
-    `max_prompt_tokens` is the context length minus the longest response. `where` names the setting in messages.
+    `max_prompt_tokens` is the context length minus the longest response. `where` names the setting in messages, and
+    `progress` tells other threads how far it is.
     Raises DataError for a missing, empty or malformed source or a missing field; ConfigError for a chat setting that
     the tokenizer does not support.
     """
-    render = prompt_renderer(config, tokenizer, where)
+    findings, progress = Findings(), progress or Progress()
+    render = PromptRenderer(config, tokenizer, findings, where)
+    records = read_records(config, where=where, progress=progress)
     prompts: list[Prompt] = []
     dropped = 0
-    for chunk in chunks(read_records(config, where=where), _CHUNK):
-        texts = [render(record) for record in chunk]
-        encoded = tokenizer.encode(texts, add_special_tokens=not tokenizer.uses_chat_template(config.chat_template))
-        for record, text, ids in zip(chunk, texts, encoded, strict=True):
-            if len(ids) == 0:
-                raise DataError(f"{where}: {record.place}: the prompt is empty")
-            if len(ids) > max_prompt_tokens:
-                dropped += 1
-                if config.overlong == "error":
-                    raise DataError(
-                        f"{where}: {record.place}: {len(ids)} tokens, and at most {max_prompt_tokens} leave "
-                        f'room for a response; shorten it, lower max_new_tokens, or set {where}.overlong = "drop"'
-                    )
-                continue
-            prompts.append(Prompt(record.record_id, text, ids, _answer(record, config, where), record.fields))
+    for encoded in encoded_records(records, render, tokenizer, progress):
+        record, length = encoded.record, len(encoded.prompt_ids)
+        if length > max_prompt_tokens:
+            dropped += 1
+            if config.overlong == "error":
+                raise DataError(
+                    f"{where}: {record.place}: {length} tokens, and at most {max_prompt_tokens} leave "
+                    f'room for a response; shorten it, lower max_new_tokens, or set {where}.overlong = "drop"'
+                )
+            continue
+        answer = _answer(record, config, where, findings)
+        prompts.append(Prompt(record.record_id, encoded.prompt, encoded.prompt_ids, answer, record.fields))
     if not prompts:
         reason = (
             f"all {dropped} prompts are longer than {max_prompt_tokens} tokens" if dropped else "there are no records"
@@ -77,78 +87,52 @@ def load_prompts(
             kept=len(prompts),
             max_prompt_tokens=max_prompt_tokens,
         )
+    _look_at(prompts, config, findings)
+    findings.tell(config.source)
     return PromptSet(tuple(prompts), dropped, max_prompt_tokens)
 
 
-def prompt_renderer(config: DataConfig, tokenizer: PolicyTokenizer, where: str) -> Callable[[Record], str]:
-    """Returns the function that renders a record as text: through the chat template, or unchanged.
-
-    Raises ConfigError for a chat setting that the tokenizer does not support. The returned function raises DataError
-    for a record that it cannot render.
-    """
-    chat = tokenizer.uses_chat_template(config.chat_template)
-    if config.system_prompt is not None and not chat:
-        raise ConfigError(
-            f"{where}.system_prompt is set, but prompts are rendered as plain text; set {where}.chat_template = true"
-        )
-    system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
-
-    def render(record: Record) -> str:
-        value = required_field(record, config.prompt_key, where, "prompt_key")
-        if isinstance(value, str):
-            return tokenizer.render_chat([*system, {"role": "user", "content": value}]) if chat else value
-        defect = _defect_of_messages(value)
-        if defect is not None:
-            raise DataError(
-                f'{where}: {record.place}: field "{config.prompt_key}" must be a string or a list of chat messages, '
-                f"but {defect}" + ("" if isinstance(value, list) else f"; set {where}.prompt_key")
-            )
-        if not chat:
-            raise DataError(
-                f'{where}: {record.place}: field "{config.prompt_key}" holds chat messages, but prompts are '
-                "rendered as plain text: use a tokenizer with a chat template, or give the prompt as a string"
-            )
-        return tokenizer.render_chat([*system, *value])
-
-    return render
-
-
-def required_field(record: Record, key: str, where: str, setting: str) -> Any:
-    """Returns field `key`; raises DataError, which lists the fields of the record, if it is missing."""
-    if key not in record.fields:
-        found = ", ".join(map(str, record.fields)) or "nothing"
-        raise DataError(f'{where}: {record.place}: field "{key}" is missing (found: {found}); set {where}.{setting}')
-    return record.fields[key]
-
-
-def chunks(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
-    """Yields consecutive lists of at most `size` records."""
-    iterator = iter(records)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
-
-
-def _answer(record: Record, config: DataConfig, where: str) -> str | None:
+def _answer(record: Record, config: DataConfig, where: str, findings: Findings) -> str | None:
     if config.answer_key is None:
         return None
-    value = required_field(record, config.answer_key, where, "answer_key")
-    if value is None or isinstance(value, str):
-        return value
-    return str(value) if isinstance(value, int | float) else msgspec.json.encode(value, enc_hook=str).decode()
+    value = required_field(record, config.answer_key, where, f"{where}.answer_key")
+    if value is None:
+        findings.add("prompts have no answer: it is null", record.place)
+        return None
+    if isinstance(value, dict | list | tuple):
+        findings.add(
+            f"answers are objects or lists, which the reward gets as JSON text; {where}.answer_key reaches into them "
+            "with a path such as reward_model.ground_truth",
+            record.place,
+            f"{config.answer_key}.{next(iter(value), 0) if isinstance(value, dict) else 0}",
+        )
+    text = str(value) if isinstance(value, str | int | float) else msgspec.json.encode(value, enc_hook=str).decode()
+    if config.answer_after is not None:
+        return _answer_after(config.answer_after, text, f'{where}: {record.place}: field "{config.answer_key}"')
+    if _WORKED_SOLUTION.search(text):
+        what = f'answers are worked solutions that end with "#### …"; {where}.answer_after = "####" takes the end'
+        findings.add(what, record.place)
+    return text
 
 
-def _defect_of_messages(value: Any) -> str | None:
-    """Why `value` is not a list of chat messages: `message 1 has no `content` (found: role)`. None if it is one."""
-    if not isinstance(value, list):
-        return f"it is {type(value).__name__}"
-    if not value:
-        return "it is an empty list"
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict):
-            return f"message {number} is {type(message).__name__}, not an object with `role` and `content`"
-        for name in ("role", "content"):
-            if name not in message:
-                return f"message {number} has no `{name}` (found: {', '.join(map(str, message)) or 'nothing'})"
-        if not isinstance(message["role"], str):
-            return f"the `role` of message {number} is {type(message['role']).__name__}, not a string"
-    return None
+def _answer_after(marker: str, text: str, where: str) -> str:
+    _, found, answer = text.rpartition(marker)
+    answer = answer.strip()
+    if not found or not answer:
+        raise DataError(f"{where} holds nothing after {marker!r}; take it out of the data, or unset answer_after")
+    return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
+
+
+def _look_at(prompts: Sequence[Prompt], config: DataConfig, findings: Findings) -> None:
+    """Finds what only all prompts together show."""
+    answers = {prompt.answer for prompt in prompts}
+    if len(prompts) > 1 and len(answers) == 1 and None not in answers:
+        findings.add("all answers are the same", prompts[0].prompt_id, next(iter(answers)), count=len(prompts))
+    if is_generated(config.source):
+        return  # a task that draws at random repeats itself
+    seen: set[int] = set()
+    for prompt in prompts:
+        key = hash(prompt.token_ids.tobytes())
+        if key in seen:
+            findings.add("prompts occur more than once", prompt.prompt_id)
+        seen.add(key)

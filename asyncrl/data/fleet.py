@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,18 @@ def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> st
     if sticky == "off":
         return None
     return sample_id.rpartition(".")[0] if sticky == "group" else sample_id
+
+
+def stamp_of(version: str, engine_id: str) -> str:
+    """Returns what engine `engine_id` stamps on the tokens that weights `version` make: `0.3@engine-1`."""
+    return f"{version}@{engine_id}"
+
+
+@lru_cache(maxsize=4096)
+def read_stamp(stamp: str) -> tuple[str, str]:
+    """Returns version and engine id of a stamp; the id is empty for a stamp that this program did not set."""
+    version, _, engine_id = stamp.partition("@")
+    return version, engine_id
 
 
 ACTOR = "actor"
@@ -61,6 +74,8 @@ class EngineEndpoint:
     """GPUs of the engine; empty on CPU."""
     colocated: bool = False
     """True if the engine shares its GPUs with trainer ranks; then weights go by tensor handover."""
+    external: bool = False
+    """True if somebody else runs the engine; then it goes on after the job."""
 
 
 @dataclass(frozen=True, slots=True)

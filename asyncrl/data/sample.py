@@ -114,7 +114,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason
     """Why the last turn ended."""
     text: str
-    """The decoded response without end tokens; rewards read it."""
+    """The decoded response, without the end token that stopped it; rewards read it. Other special tokens (`<think>`)
+    are text."""
     reward: float | None = None
     """None until the sample is scored, and if scoring failed."""
     failure: str | None = None

@@ -9,109 +9,102 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
+import psutil
 
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
+from asyncrl.data.fields import Record
+from asyncrl.data.file_formats import FORMATS, SUFFIXES, file_format, read_file
 from asyncrl.errors import ConfigError, DataError
 
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # beside the records in directories from the hub
+_MOST_WITHOUT_SIZE = 1_000_000  # records of a function; one that goes on is taken for one without end
+_LOOK_EVERY = 1000  # records
+_LEAST_MEMORY_BYTES = 1 << 30  # or a twentieth of a small machine's: below it the kernel soon kills some process
+_HOW_TO_END = "; set {where}.size to the number of records to take"
 _GENERATED_SIZE = 1000  # records of a generated task if no size is set; reasoning-gym's own default is 500
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One record of a source."""
+@dataclass(slots=True)
+class Progress:
+    """How far the reading of a source is; other threads may look at it."""
 
-    record_id: str
-    """Stable, and unique within the source: `train.jsonl:17`."""
-    place: str
-    """Where the record is, for messages: `data/train.jsonl line 17`."""
-    fields: dict[str, Any]
-    """Values by field name, as the source has them."""
+    read: int = 0
+    """Records that the source has yielded."""
+    ready: int = 0
+    """Records that have become prompts, or were left out."""
 
 
-def read_records(config: DataConfig, *, where: str = "data") -> Iterator[Record]:
-    """Yields the records of the source in `config`, at most `config.size`.
+def read_records(config: DataConfig, *, where: str = "data", progress: Progress | None = None) -> Iterator[Record]:
+    """Yields the records of the source in `config`, at most `config.size`; counts them in `progress`.
 
-    Raises ConfigError without a source, and DataError for a source that cannot be read; also while iterating.
+    Raises ConfigError without a source, and DataError for a source that cannot be read, has no end or does not fit into
+    memory; also while iterating.
     """
     source = config.source
     if not source:
         raise ConfigError(
-            f"{where}.source is not set; give a .jsonl or .parquet file, a dataset directory, "
-            "reasoning_gym:TASK or package.module:function"
+            f"{where}.source is not set; give a file ({FORMATS}), a dataset directory, reasoning_gym:TASK or "
+            "package.module:function"
         )
     path = Path(source)
+    is_function = False
     if source.startswith("reasoning_gym:"):
         records = _reasoning_gym(config, where)
     elif path.is_dir():
         records = _directory(path, config, where)
-    elif path.suffix in _READERS:
+    elif file_format(path) is not None:
         records = _file(path, path.name, where)
     elif ":" in source and "/" not in source:
-        records = _function(config, where)
+        records, is_function = _function(config, where), True
     elif path.exists():
-        raise DataError(f"{where}.source: {source} is neither .jsonl nor .parquet nor a directory")
+        raise DataError(f"{where}.source: {source} is neither a directory nor a file of a known format ({FORMATS})")
     else:
         raise DataError(f"{where}.source: {source} does not exist (relative to {Path.cwd()})")
-    return itertools.islice(records, config.size)
+    counted = _counted(itertools.islice(records, config.size), progress or Progress(), config, where)
+    if config.size is None and is_function:
+        return iter(list(counted))  # before anything is made of them: a source without end is soon found
+    return counted
+
+
+def _counted(records: Iterable[Record], progress: Progress, config: DataConfig, where: str) -> Iterator[Record]:
+    """Counts the records, and ends what would take all memory."""
+    for record in records:
+        progress.read += 1
+        if progress.read % _LOOK_EVERY == 0 and _memory_is_short():
+            raise DataError(
+                f"{where}.source: {config.source} does not fit into memory, which is short after {progress.read:,} "
+                f"records{'' if config.size else _HOW_TO_END.format(where=where)}"
+            )
+        yield record
+
+
+def _memory_is_short() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available < min(_LEAST_MEMORY_BYTES, memory.total / 20))
 
 
 def _file(path: Path, name: str, where: str) -> Iterator[Record]:
     if not path.is_file():
         raise DataError(f"{where}.source: {path} does not exist (relative to {Path.cwd()})")
-    return _READERS[path.suffix](path, name, where)
-
-
-def _jsonl(path: Path, name: str, where: str) -> Iterator[Record]:
-    decoder = msgspec.json.Decoder()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if not text:
-                continue
-            try:
-                fields = decoder.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{where}: {path} line {number}: not valid JSON ({error})") from error
-            if not isinstance(fields, dict):
-                raise DataError(f"{where}: {path} line {number}: expected a JSON object, found {type(fields).__name__}")
-            yield Record(f"{name}:{number}", f"{path} line {number}", fields)
-
-
-def _parquet(path: Path, name: str, where: str) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        row = 0
-        for batch in table.iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                yield Record(f"{name}:{row}", f"{path} row {row}", fields)
-                row += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{where}: {path} cannot be read as parquet ({error})") from error
-
-
-_READERS = {".jsonl": _jsonl, ".parquet": _parquet}
+    return read_file(path, name, where)
 
 
 def _directory(path: Path, config: DataConfig, where: str) -> Iterator[Record]:
-    """Reads a dataset saved with `save_to_disk`, or any directory of .parquet or .jsonl files."""
+    """Reads a dataset saved with `save_to_disk`, or all files of one format in any directory."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(path, config.split, where)
-    for suffix in (".parquet", ".jsonl"):
-        files = sorted(path.rglob(f"*{suffix}"))
+    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in _DESCRIPTIONS)
+    for suffix in SUFFIXES:
+        files = [file for file in found if file_format(file) == suffix]
         if files:
             chosen = _files_of_split(path, files, config.split, where)
             return itertools.chain.from_iterable(_file(f, str(f.relative_to(path)), where) for f in chosen)
-    raise DataError(f"{where}.source: {path} holds no saved dataset and no .parquet or .jsonl file")
+    raise DataError(f"{where}.source: {path} holds no saved dataset and no file of a known format ({FORMATS})")
 
 
 def _files_of_split(path: Path, files: list[Path], split: str | None, where: str) -> list[Path]:
@@ -190,6 +183,11 @@ def _function(config: DataConfig, where: str) -> Iterator[Record]:
             if not isinstance(fields, dict):
                 raise DataError(
                     f"{where}: {config.source} record {number}: expected a dict, found {type(fields).__name__}"
+                )
+            if config.size is None and number == _MOST_WITHOUT_SIZE:
+                raise DataError(
+                    f"{where}.source: {config.source} has yielded {number:,} records and goes on; a source is read to "
+                    f"its end before the first step{_HOW_TO_END.format(where=where)}"
                 )
             yield Record(f"{config.source}:{number}", f"{config.source} record {number}", fields)
             number += 1

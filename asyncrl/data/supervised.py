@@ -1,7 +1,7 @@
 """Supervised examples for the warm-up: pairs of prompt and response, as the same RolloutBatch that rollouts have.
 
 A response is encoded separately from its prompt, because generation also continues a prompt that is already encoded.
-The end token closes it.
+The end token closes it: in a chat, the one with which the chat template ends the assistant's turn.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.data.datasets import chunks, prompt_renderer, required_field
+from asyncrl.data.fields import Record, required_field
 from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.rendering.encoding import encoded_records
+from asyncrl.data.rendering.findings import Findings
+from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
-from asyncrl.data.sources import read_records
+from asyncrl.data.sources import Progress, read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError, ModelError
 
 log = structlog.get_logger(__name__)
 
-_CHUNK = 512  # examples per tokenizer call
 SUPERVISED_VERSION = "data"
 """Weight version of tokens that come from data and not from weights."""
 
@@ -74,56 +76,61 @@ class SupervisedStream:
 
 
 def load_supervised(
-    config: WarmupConfig, data: DataConfig, tokenizer: PolicyTokenizer, *, context_length: int
+    config: WarmupConfig,
+    data: DataConfig,
+    tokenizer: PolicyTokenizer,
+    *,
+    context_length: int,
+    progress: Progress | None = None,
 ) -> SupervisedStream:
     """Reads the examples of the warm-up; renders their prompts as `data` says. Blocks: call it in a thread.
+
+    `progress` tells other threads how far it is.
 
     An example longer than `context_length` tokens is dropped, or refused with `data.overlong = "error"`. Raises
     DataError and ConfigError as `load_prompts` does, and ModelError when the model has no end token to teach.
     """
     where = "warmup"
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"{tokenizer.source} names no end token (eos_token_id), so the warm-up cannot teach where a response ends"
-        )
-    end = np.array([tokenizer.eos_token_id], np.int32)
     source = data.model_copy(
         update={"source": config.source, "args": config.args, "size": config.size, "split": None, "seed": config.seed}
     )
     source = source.model_copy(update={"answer_key": config.response_key})
-    render = prompt_renderer(source, tokenizer, where)
-    chat = tokenizer.uses_chat_template(source.chat_template)
+    findings, progress = Findings(), progress or Progress()
+    render = PromptRenderer(source, tokenizer, findings, where, settings="data")
+    end_id = tokenizer.turn_end_id if render.chat else tokenizer.eos_token_id
+    if end_id is None:
+        raise ModelError(
+            f"{tokenizer.source} names no end token (eos_token_id), so the warm-up cannot teach where a response ends"
+        )
+    end = np.array([end_id], np.int32)
+
+    def respond(record: Record) -> str:
+        response = required_field(record, config.response_key, where, "warmup.response_key")
+        if not isinstance(response, str):
+            found = type(response).__name__
+            raise DataError(f'{where}: {record.place}: field "{config.response_key}" must be a string, found {found}')
+        return response
+
+    records = read_records(source, where=where, progress=progress)
     examples: list[SupervisedExample] = []
     dropped = 0
-    for chunk in chunks(read_records(source, where=where), _CHUNK):
-        texts = [render(record) for record in chunk]
-        responses = [required_field(record, config.response_key, where, "response_key") for record in chunk]
-        for record, response in zip(chunk, responses, strict=True):
-            if not isinstance(response, str):
-                found = type(response).__name__
+    for encoded in encoded_records(records, render, tokenizer, progress, respond=respond):
+        record, target = encoded.record, np.concatenate([encoded.response_ids, end])
+        total = len(encoded.prompt_ids) + len(target)
+        if total > context_length:
+            dropped += 1
+            if source.overlong == "error":
                 raise DataError(
-                    f'{where}: {record.place}: field "{config.response_key}" must be a string, found {found}'
+                    f"{where}: {record.place}: prompt and response have {total} tokens, "
+                    f'over the context of {context_length}; shorten them, or set data.overlong = "drop"'
                 )
-        prompt_ids = tokenizer.encode(texts, add_special_tokens=not chat)
-        response_ids = tokenizer.encode(responses, add_special_tokens=False)
-        for record, text, ids, response, target in zip(chunk, texts, prompt_ids, responses, response_ids, strict=True):
-            if len(ids) == 0:
-                raise DataError(f"{where}: {record.place}: the prompt is empty")
-            target_ids = np.concatenate([target, end])
-            if len(ids) + len(target_ids) > context_length:
-                dropped += 1
-                if source.overlong == "error":
-                    total = len(ids) + len(target_ids)
-                    raise DataError(
-                        f"{where}: {record.place}: prompt and response have {total} tokens, "
-                        f'over the context of {context_length}; shorten them, or set data.overlong = "drop"'
-                    )
-                continue
-            prompt = Prompt(record.record_id, text, ids, response, record.fields)
-            examples.append(SupervisedExample(prompt, response, target_ids))
+            continue
+        prompt = Prompt(record.record_id, encoded.prompt, encoded.prompt_ids, encoded.response, record.fields)
+        examples.append(SupervisedExample(prompt, encoded.response, target))
     if not examples:
         reason = f"all {dropped} examples are over {context_length} tokens" if dropped else "there are no records"
         raise DataError(f"{where}.source: {config.source} holds no usable example: {reason}")
     if dropped:
         log.warning("over-long examples dropped", source=config.source, dropped=dropped, kept=len(examples))
+    findings.tell(config.source)
     return SupervisedStream(tuple(examples), batch_size=config.batch_size, seed=config.seed)

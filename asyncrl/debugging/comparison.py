@@ -2,8 +2,8 @@
 
 There are two comparisons. Metrics (losses, gradient norms, ...) are compared with those of the recorded run: on the
 same layout, in float32, from the same weights, they are the same to the last bit. The trainer's log-prob of each
-trained token is compared with the engine's: where they differ at the first step, weights, tokenisation or masks do not
-fit.
+trained token that was made by the weights before the step is compared with the engine's: where they differ, weights,
+tokenisation or masks do not fit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.chosen import token_staleness
 from asyncrl.data.batch import RolloutBatch
 
 _TRAINING = "train/"
@@ -61,7 +62,7 @@ class StepComparison:
     metrics: tuple[Difference, ...]
     """Empty where nothing was recorded."""
     logprobs: LogprobDifference | None
-    """None where no token is trained."""
+    """None where no trained token was made by the weights before the step."""
     tolerance: float
 
     @property
@@ -104,15 +105,16 @@ def compare_metrics(recorded: Mapping[str, Any], replayed: Mapping[str, float]) 
 
 
 def compare_logprobs(batch: RolloutBatch, logprobs: Tensor) -> LogprobDifference | None:
-    """Compares log-probs; None where no token is trained.
+    """Compares log-probs of trained tokens that the weights before the step made; None where there are none.
 
     `logprobs`: float32 [T], of the trainer before the step, at the batch's temperature.
     """
-    difference = (logprobs - batch.logprobs)[batch.loss_mask].abs()
+    compared = batch.loss_mask & (token_staleness(batch) == 0)
+    difference = (logprobs - batch.logprobs)[compared].abs()
     if not len(difference):
         return None
     worst = int(torch.where(difference.isnan(), math.inf, difference).argmax())
-    place = int(batch.loss_mask.nonzero()[worst])
+    place = int(compared.nonzero()[worst])
     sample = int(batch.token_samples[place])
     before = batch.sampled[:place] & (batch.token_samples[:place] == sample)
     mean = float(difference.sum()) / len(difference)

@@ -55,7 +55,7 @@ class NoTrainer:
         self._version = version
         self._lets_serve = True
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         """The first step."""
         return 0
 

@@ -113,7 +113,12 @@ class Builder:
         spec = ProcessSpec(
             name=placement.engine_id,
             argv=argv,
-            env=engine_environment(placement, device=device, cores=cores, scratch=self._scratch.path),
+            env=engine_environment(
+                placement,
+                threads=None if self._layout.threads is None else self._layout.threads.engine,
+                cores=cores,
+                scratch=self._scratch.path,
+            ),
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
         )
@@ -121,7 +126,7 @@ class Builder:
 
     def external(self, external: ExternalEngine) -> ManagedEngine:
         """An engine that somebody else runs. It tells its size and its model when it joins."""
-        endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1)
+        endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1, external=True)
         engine = ManagedEngine(endpoint, session=self._open_session, events=self._events)
         engine.reads_copies = self._config.weights.directory is not None
         return engine

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from asyncrl.config.layout import DRIVER_NODE, EnginePlacement
 from asyncrl.config.machine import Machine
+from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engines.ports import EnginePorts
@@ -52,7 +53,8 @@ def standalone_engine(
         context_length=settings.context_length,
     )
     scratch = Path(tempfile.gettempdir())
-    return argv, engine_environment(placement, device=device, cores=machine.cpus, scratch=scratch)
+    threads = threads_on_cpu(machine, ranks).engine if device == "cpu" else None
+    return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
 
 
 def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> None:

@@ -25,6 +25,20 @@ _KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.@-]+)+")
 OTHER = "other"
 """Phase of all time that no named phase covers."""
 
+PHASES: Mapping[str, str] = {
+    "startup": "until the first step may begin: engines, router, data, trainer, first publication",
+    "warm-up": "supervised steps before the first step of the loop",
+    "eval": "evaluation on held-out prompts",
+    "generate": "the trainer waits for its batch, which is generated only now",
+    "wait": "the trainer waits for its batch, which is generated ahead: what overlap did not hide",
+    "train": "training, and on shared GPUs the change of turns",
+    "checkpoint": "the part of a checkpoint that the loop waits for",
+    "publish": "publication of new weights to the engines",
+    "export": "the Hugging Face export at the end",
+    OTHER: "all the rest",
+}
+"""What the time of each phase is spent on."""
+
 
 def metric_line(step: int, attempt: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
     """Returns the line of one step.
@@ -67,6 +81,14 @@ class MetricsLog:
                 f"{self._file.path}: step {step} could not be written ({reason}); free space there and run again"
             )
 
+    def earlier(self, step: int) -> list[dict[str, Any]]:
+        """The lines that earlier attempts wrote of their first `step` steps: of each step and evaluation, the last."""
+        kept: dict[tuple[int, bool], dict[str, Any]] = {}
+        for line in read_metrics(self._file.path):
+            if line.get("attempt", self._attempt) < self._attempt and line.get("step", step + 1) <= step:
+                kept[line["step"], "eval/accuracy" in line] = line
+        return list(kept.values())
+
     def close(self) -> None:
         """Closes the file. May be called again."""
         self._file.close()
@@ -105,9 +127,9 @@ class StepTimer:
         with timer.phase("generate"): ...      # phases may nest: the outer phase does not get the inner one's time
         step_time = timer.finish_step()
 
-    Phases in use: startup, warm-up, eval, generate, wait, train, checkpoint, publish, export, other. A count at the end
-    (`warm-up 40/200`) is for the display only. The timer calls `on_phase` (such as a display's `phase`) at each change.
-    It times the one task that drives the loop and does not support concurrent tasks.
+    `PHASES` are those in use. A count at the end (`warm-up 40/200`) is for the display only. The timer calls `on_phase`
+    (such as a display's `phase`) at each change. It times the one task that drives the loop and does not support
+    concurrent tasks.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ def read_report(run_dir: Path) -> RunReport:
         raise RunDirectoryError(f"{run_dir}: no {EVENTS_FILE} in it; give the directory of a run (run.dir)")
     metrics = run_dir / METRICS_FILE
     report = build_report(read_events(events), read_metrics(metrics) if metrics.is_file() else ())
-    if len({entry.attempt for entry in report.timeline}) == 1:  # a summary covers its own attempt only
+    if len({entry.attempt for entry in report.timeline}) == 1:  # a summary leaves out steps that were rolled back
         report.time_split = _summed_up(run_dir / SUMMARY_FILE) or report.time_split
     return report
 

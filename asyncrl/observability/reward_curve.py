@@ -8,9 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.observability.text_plots import figure as number
+
 _BLUE, _RED, _GREY = "#2a6fbb", "#c8452f", "#8a8a8a"
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Held-out values over steps."""
+
+    what: str
+    """`held-out accuracy`."""
+    values: tuple[tuple[int, float], ...]
+    """(steps trained, value)."""
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -27,18 +40,18 @@ def smoothing_window(steps: int) -> int:
     return max(3, min(50, round(steps / 10)))
 
 
-def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15) -> str:
-    """Draws the moving mean of the reward over steps, in characters without color.
+def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15, first: int = 1) -> str:
+    """Draws the moving mean of the reward over steps, the first of which is `first`, in characters without color.
 
     Returns "" for fewer than two finite points. A reward that never changed becomes a sentence, because a plot would
     invent a range for it.
     """
     smooth = moving_mean(rewards, smoothing_window(len(rewards)))
-    points = [(step, value) for step, value in enumerate(smooth, 1) if math.isfinite(value)]
+    points = [(step, value) for step, value in enumerate(smooth, first) if math.isfinite(value)]
     if len(points) < 2:
         return ""
     if len({value for _, value in points}) == 1:
-        return f"mean reward {points[0][1]:.3f} at each of {len(rewards)} steps"
+        return f"mean reward {number(points[0][1])} at each of {len(rewards)} steps"
     from plotext import figure, uncolorize
 
     figure.clear()
@@ -57,9 +70,9 @@ def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15) -
 
 
 def write_curve_png(
-    path: Path, rewards: Sequence[float], accuracies: Sequence[tuple[int, float]] = (), title: str = "Reward curve"
+    path: Path, rewards: Sequence[float], held_out: Points, *, first: int = 1, title: str = "Reward curve"
 ) -> None:
-    """Draws the mean reward of each step, its moving mean, and held-out accuracy as (step, value) if there is any.
+    """Draws the mean reward of each step from `first` on, its moving mean, and the held-out points if there are any.
 
     Raises OSError when `path` cannot be written.
     """
@@ -70,20 +83,20 @@ def write_curve_png(
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = range(1, len(rewards) + 1)
+    steps = range(first, first + len(rewards))
     window = smoothing_window(len(rewards))
     axes.plot(steps, rewards, "o-", color=_BLUE, alpha=0.35, linewidth=0.8, markersize=3, label="mean reward of a step")
     if len(rewards) > window:
         label = f"moving mean, {window} steps"
         axes.plot(steps, moving_mean(rewards, window), color=_BLUE, linewidth=2.2, label=label)
-    if accuracies:
-        at, values = zip(*accuracies, strict=True)
-        axes.plot(at, values, "D:", color=_RED, linewidth=1.2, markersize=6, label="held-out accuracy")
-        for step, value in (accuracies[0], accuracies[-1]):
+    if held_out.values:
+        at, values = zip(*held_out.values, strict=True)
+        axes.plot(at, values, "D:", color=_RED, linewidth=1.2, markersize=6, label=held_out.what)
+        for step, value in (held_out.values[0], held_out.values[-1]):
             axes.annotate(
-                f"{value:.3f}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", color=_RED
+                number(value), (step, value), xytext=(0, 9), textcoords="offset points", ha="center", color=_RED
             )
-        axes.set_ylabel("mean reward, accuracy")
+        axes.set_ylabel(f"mean reward, {held_out.what}")
     else:
         axes.set_ylabel("mean reward")
     axes.set_xlabel("training step")

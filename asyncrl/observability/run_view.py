@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observability.metrics import OTHER
-from asyncrl.observability.text_plots import duration, sparkline, time_bar, time_legend, time_split_text
+from asyncrl.observability.text_plots import duration, figure, sparkline, time_bar, time_legend, time_split_text
 from asyncrl.observability.waits import Wait
 
 _ETA_STEPS = 10
@@ -20,6 +20,23 @@ _ETA_STEPS = 10
 _SHOWN_WAITS = 4
 _SHOWN_FAILURE = 120
 """Characters of a failure that a line shows; events.jsonl has the whole text."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One point of the evaluation on held-out prompts. As text: `0.412`, `0.000, mean reward 0.352`."""
+
+    accuracy: float
+    reward: float | None
+    """Mean reward; None if nothing tells."""
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether the mean reward says something that the accuracy does not: rewards are not only 0 and 1."""
+        return self.reward is not None and self.reward != self.accuracy
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.3f}" + (f", mean reward {figure(self.reward or 0.0)}" if self.tells_more else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +51,18 @@ class StepReport:
     """Mean response length in tokens."""
     tokens_per_s: float
     """Response tokens per second of generation."""
-    loss: float
-    """Training loss; NaN if there is none."""
     seconds: float
     """Wall time of the step."""
     time_split: Mapping[str, float]
     """Seconds by phase."""
-    accuracy: float | None = None
-    """Held-out accuracy; None if this step was not evaluated."""
+    loss: float | None = None
+    """Training loss; None where it says nothing about the progress."""
+    entropy: float | None = None
+    """Entropy of the policy in nat per token; None if it was not measured."""
+    grad_norm: float | None = None
+    """Norm of the gradient; None if no step was taken."""
+    held_out: HeldOut | None = None
+    """The evaluation since the step before; None if there was none."""
     groups: int = 0
     """Prompt groups in the batch."""
     groups_without_signal: int | None = None
@@ -61,6 +82,12 @@ class StepReport:
         if self.groups_without_signal is None:
             return ""
         return f"{self.groups - self.groups_without_signal}/{self.groups} groups"
+
+    @property
+    def progress(self) -> tuple[tuple[str, float], ...]:
+        """What training tells of itself, by name: loss, entropy and gradient norm, as far as there are any."""
+        figures = {"loss": self.loss, "entropy": self.entropy, "grad norm": self.grad_norm}
+        return tuple((name, value) for name, value in figures.items() if value is not None)
 
     @property
     def failures(self) -> str:
@@ -96,8 +123,8 @@ class DisplayState:
     """Durations of the latest 10 steps."""
     time_split: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase over all finished steps."""
-    accuracy: float | None = None
-    """Latest held-out accuracy; None before the first evaluation."""
+    held_out: HeldOut | None = None
+    """Latest evaluation; None before the first."""
     last: StepReport | None = None
     """Latest finished step; None before the first."""
     engines: tuple[int, int] | None = None
@@ -113,7 +140,7 @@ class DisplayState:
             rewards=(*self.rewards[-199:], report.reward_mean),
             step_seconds=(*self.step_seconds[1 - _ETA_STEPS :], report.seconds),
             time_split=split,
-            accuracy=self.accuracy if report.accuracy is None else report.accuracy,
+            held_out=report.held_out or self.held_out,
             last=report,
         )
 
@@ -138,15 +165,15 @@ def step_line(state: DisplayState, report: StepReport) -> str:
     """Describes one finished step in one line."""
     parts = [
         f"{progress_text(state):<12}",
-        f"reward {report.reward_mean:.3f}",
+        f"reward {figure(report.reward_mean)}",
         *([f"signal {report.signal}"] if report.signal else []),
         f"length {report.response_length:.1f}",
         f"{report.tokens_per_s:.0f} tokens/s",
-        f"loss {report.loss:+.4f}",
+        *(f"{name} {figure(value)}" for name, value in report.progress),
         f"{report.seconds:.1f} s ({time_split_text(report.time_split)})",
     ]
-    if report.accuracy is not None:
-        parts.append(f"accuracy {report.accuracy:.3f}")
+    if report.held_out is not None:
+        parts.append(f"accuracy {report.held_out}")
     remaining = state.remaining_s()
     if remaining:
         parts.append(f"{duration(remaining)} left")
@@ -187,17 +214,18 @@ def render(state: DisplayState, waits: tuple[Wait, ...], now: float) -> Renderab
     if state.engines is not None:
         table.add_row("engines", Text(engines_text(*state.engines), style="yellow"))
     if (report := state.last) is not None:
-        reward = f"{report.reward_mean:.3f}"
+        reward = figure(report.reward_mean)
         table.add_row("reward", Text.assemble((reward, "bold"), "  ", (sparkline(state.rewards, 40), "green")))
         if report.signal:
             style = "yellow" if report.groups_without_signal == report.groups else ""
             table.add_row("signal", Text(f"{report.signal} have rewards that differ", style=style))
         if report.failures:
             table.add_row("failed", Text(report.failures, style="yellow"))
-        if state.accuracy is not None:
-            table.add_row("accuracy", f"{state.accuracy:.3f} on held-out prompts")
+        if state.held_out is not None:
+            table.add_row("accuracy", f"{state.held_out} on held-out prompts")
         table.add_row("response", f"{report.response_length:.1f} tokens, {report.tokens_per_s:.0f} tokens/s")
-        table.add_row("loss", f"{report.loss:+.4f}")
+        if report.progress:
+            table.add_row("training", ", ".join(f"{name} {figure(value)}" for name, value in report.progress))
     if state.time_split:
         table.add_row("time", Group(time_bar(state.time_split, 40), time_legend(state.time_split)))
     table.add_row("now", Text(f"{state.phase}, {duration(now - state.phase_since)}"))

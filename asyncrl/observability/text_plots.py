@@ -22,6 +22,16 @@ PHASE_COLORS: Mapping[str, str] = {
 """Color of each phase, as a rich color name, the same in all output. Unknown phases are white."""
 
 
+def figure(value: float, digits: int = 3) -> str:
+    """`value` with `digits` decimals; as a power of ten where that would show no figure or a dozen digits.
+
+    `0.250`, `-3.000`, `4.9e+29`, `2.5e-06`, `nan`.
+    """
+    if not math.isfinite(value) or value == 0 or 10.0**-digits <= abs(value) < 1e6:
+        return f"{value:.{digits}f}"
+    return f"{value:.2g}"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws the latest `width` values as blocks between their minimum and maximum; `?` for one that is not finite."""
     recent = values[-width:]
@@ -59,6 +69,11 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """The sum of two time splits."""
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
 
 
 def time_split_text(phases: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
-from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, adapt
+from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, LoadMeter, look
 from asyncrl.rollout.generation.group_generator import GroupGenerator
 from asyncrl.rollout.generation.slots import Slots
 from asyncrl.rollout.group_events import RequestFailed
@@ -63,22 +63,23 @@ class Connection:
         self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
         self.slots = Slots(rollout.concurrency)
         self.generator = GroupGenerator(self.client, scorer, self.slots, vocab_size=tokenizer.vocab_size)
+        self.scorer = scorer
+        self.loads = LoadMeter()
         self._policy: ConcurrencyPolicy | None = None
         if rollout.adaptive_concurrency:
             least = min(rollout.samples_per_prompt, rollout.concurrency)
             self._policy = ConcurrencyPolicy(least=least, most=rollout.concurrency)
-        self._adapting = anyio.CancelScope()
+        self._looking = anyio.CancelScope()
 
     def start(self, task_group: TaskGroup) -> None:
         """Its tasks live in `task_group` until `aclose`."""
         self.generator.start(task_group)
         task_group.start_soon(self.aborts.serve, name="aborts")
-        if self._policy is not None:
-            task_group.start_soon(self._adapt, self._policy, name="adaptive concurrency")
+        task_group.start_soon(self._look, name="looks at engines")
 
     async def aclose(self) -> None:
         """Ends what engines still do for it, then its connections; bounded. Idempotent."""
-        self._adapting.cancel()
+        self._looking.cancel()
         await self.generator.aclose()
         await self.aborts.aclose()
         await self.client.aclose()
@@ -123,9 +124,9 @@ class Connection:
         with anyio.move_on_after(_ABORT_TIMEOUT_S):
             await self.client.answered(rids)
 
-    async def _adapt(self, policy: ConcurrencyPolicy) -> None:
-        with self._adapting:
-            await adapt(self.slots, policy, self._queries, self.clock, on_lowered=self._events.emit)
+    async def _look(self) -> None:
+        with self._looking:
+            await look(self._queries, self.clock, self.loads, self.slots, self._policy, on_lowered=self._events.emit)
 
 
 class Connections:

@@ -16,17 +16,23 @@ class EvalReport:
     """One point of the evaluation curve, or why there is none."""
 
     rollout_id: int
+    """Steps trained before it."""
     accuracy: float | None
-    """Fraction of scored samples whose reward reaches eval.threshold; None when skipped."""
+    """Fraction of scored samples whose reward reaches eval.threshold."""
     mean_reward: float | None
+    """Mean reward of the scored samples."""
     num_prompts: int
+    """Held-out prompts."""
     num_samples: int
     """Samples asked for."""
     failed_samples: int
     """Samples that could not be generated or scored; in no average."""
     truncated_fraction: float | None
+    """Fraction of the scored samples that ended by max_new_tokens."""
     response_tokens_mean: float | None
+    """Mean length of their responses in tokens."""
     seconds: float
+    """Duration of the evaluation."""
     skipped: str | None = None
     """Why there is no result."""
     versions: tuple[str, ...] = ()

@@ -20,11 +20,13 @@ from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.sample import Prompt, SampleGroup
 from asyncrl.errors import AsyncRLError, EngineError, RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.observability.waits import waiting
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport, external_report, report_samples, skipped_report
 from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import Evaluated
+from asyncrl.rollout.handover import in_thread
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.tasks import run_all
 
@@ -38,6 +40,15 @@ class _Asked:
     """None for the training engines."""
     runs: int = 0
     """Evaluations in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What is asked."""
+
+    prompts: tuple[Prompt, ...] | None
+    """None where nothing is held out."""
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +67,27 @@ class Evaluator:
     def __init__(
         self,
         config: EvalConfig,
-        prompts: tuple[Prompt, ...] | None,
-        sampling: SamplingParams,
+        held_out: HeldOut,
         *,
         shared: Connection,
         connections: Connections,
         events: EventLog,
+        samples: SampleLog,
         beside: Beside | None = None,
         executor: str = "",
     ) -> None:
         """`shared` asks the training engines; `connections` opens and retires connections to other routers.
 
-        `prompts` is None where nothing is held out. Without `beside` only `set_fleet` tells of engines that only
-        evaluate. Ids begin with the name of the `executor`.
+        `samples` keeps what was answered. Without `beside` only `set_fleet` tells of engines that only evaluate. Ids
+        begin with the name of the `executor`.
         """
         self._config = config
-        self._prompts = prompts
-        self._sampling = sampling
+        self._prompts = held_out.prompts
+        self._sampling = held_out.sampling
         self._shared = self._asked = _Asked(shared)
         self._connections = connections
         self._events = events
+        self._samples = samples
         self._beside = beside
         self._executor = executor
         self._runs: Counter[int] = Counter()
@@ -155,12 +167,14 @@ class Evaluator:
         except (RolloutError, TimeoutError) as error:  # the connection was closed, or it took too long
             reason = f"{error}; {done} prompts were done"
             return skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        await in_thread(lambda: self._samples.keep_evaluation(rollout_id, groups))
         return report_samples(
             rollout_id,
             [sample for group in groups for sample in group.samples],
             num_prompts=len(prompts),
             threshold=config.threshold,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
             pinned=pinned,
         )
 

@@ -38,17 +38,20 @@ from asyncrl.data.datasets import PromptSet, load_prompts
 from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
+from asyncrl.data.sources import Progress
 from asyncrl.data.staleness import Bound, step_of
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.rollout.connection import Connection, Connections
 from asyncrl.rollout.evaluation import EvalReport
-from asyncrl.rollout.evaluator import Beside, Evaluator
+from asyncrl.rollout.evaluator import Beside, Evaluator, HeldOut
 from asyncrl.rollout.external_evaluation import ExternalEvaluation
 from asyncrl.rollout.group_events import RewardFailed
 from asyncrl.rollout.handover import Handover, in_thread
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.rollout.reading import read_in_thread
 from asyncrl.rollout.requests.generate_client import ClientStatistics
 from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.rollout.rewards.pool import ProcessHost
@@ -163,10 +166,10 @@ class RolloutExecutor:
         scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self.name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
-        prompts = await in_thread(lambda: self._load(config.data, self._sampling, "data"))
+        prompts = await self._load(config.data, self._sampling, "data")
         eval_prompts: PromptSet | None = None
         if held_out is not None:
-            eval_prompts = await in_thread(lambda: self._load(held_out, self._eval_sampling, "eval.data"))
+            eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")
         external = None
         if config.eval.function is not None:
             external = await in_thread(lambda: ExternalEvaluation(config.eval, config.model.path))
@@ -188,17 +191,18 @@ class RolloutExecutor:
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)
+        samples = SampleLog(config.run.dir, config.samples, self._events.attempt, self._tokenizer.decode)
         evaluator = Evaluator(
             config.eval,
-            None if eval_prompts is None else eval_prompts.prompts,
-            self._eval_sampling,
+            HeldOut(None if eval_prompts is None else eval_prompts.prompts, self._eval_sampling),
             connections=connections,
             shared=engines,
             events=self._events,
+            samples=samples,
             beside=None if pin_eval_fleet is None else Beside(pin_eval_fleet, external),
             executor=self.name,
         )
-        handover = Handover(config, production, self._ledger, engines, self._trainers, self.name)
+        handover = Handover(config, production, self._ledger, engines, self._trainers, samples, self.name)
         self._parts = _Parts(scorer, engines, stream, production, handover, evaluator, prompts.dropped_overlong)
 
     async def get(self, rollout_id: int, trainer: str = TRAINER) -> RolloutBatch:
@@ -334,9 +338,13 @@ class RolloutExecutor:
             raise RolloutError("the rollout executor was not started; await start(task_group) first")
         return self._parts
 
-    def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
+    async def _load(self, data: DataConfig, sampling: SamplingParams, where: str) -> PromptSet:
         longest = longest_prompt(self._config, self._tokenizer, sampling)
-        return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where)
+
+        def load(progress: Progress) -> PromptSet:
+            return load_prompts(data, self._tokenizer, max_prompt_tokens=longest, where=where, progress=progress)
+
+        return await read_in_thread(load, where, data.source)
 
     async def _generate(self, issue: Issue, on_started: Callable[[], None]) -> SampleGroup:
         """Has one group generated and scored by the training engines."""

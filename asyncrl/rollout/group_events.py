@@ -101,6 +101,8 @@ class RequestFailed(Event):
     request_attempt: int
     failure: str
     detail: str
+    engine: str
+    """Id of the engine that answered; empty where it is not known."""
     retried: bool
 
 

@@ -22,6 +22,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.saved_batch import ROLLOUTS, keep_batch
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import RolloutError
+from asyncrl.observability.samples.log import SampleLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.connection import Connection
 from asyncrl.rollout.metrics import DeliveryMeter, RolloutMetrics, measure_rollout
@@ -43,15 +44,20 @@ class Handover:
         ledger: Ledger,
         engines: Connection,
         trainers: Sequence[str],
+        samples: SampleLog,
         name: str = "",
     ) -> None:
-        """Every one of `trainers` trains on every batch. `engines` made the samples. `name` is that of the executor."""
+        """Every one of `trainers` trains on every batch. `engines` made the samples, and `samples` keeps some.
+
+        `name` is that of the executor.
+        """
         self._directory = config.run.dir / (f"{ROLLOUTS}-{name}" if name else ROLLOUTS)
         """Where `debug.save_rollouts` keeps batches."""
         self._config = config
         self._production = production
         self._ledger = ledger
         self._engines = engines
+        self._samples = samples
         self._deliveries = Deliveries(trainers)
         self._several = len(trainers) > 1
         self._gathering = anyio.Lock()
@@ -116,6 +122,7 @@ class Handover:
             now=time.monotonic(),
             failed_attempts=sum(engines.client.statistics().failed_attempts.values()),
             aborted_requests=engines.aborts.requests,
+            measured={**engines.loads.take(), **engines.scorer.latency.take()},
         )
         version, concurrency = self.published_version, engines.slots.limit
 
@@ -124,8 +131,10 @@ class Handover:
                 rollout_id, taken, interval, concurrency=concurrency, published_version=version, bound=self._bound
             )
             batch = RolloutBatch.from_groups(rollout_id, taken.samples, self._config.rollout.temperature)
+            self._samples.keep_step(rollout_id + 1, taken.samples)
             if self._config.debug.save_rollouts:
-                keep_batch(batch, self._directory, {"rollout": asdict(metrics)})
+                facts = {"rollout": asdict(metrics), "samples": self._samples.records(taken.samples)}
+                keep_batch(batch, self._directory, facts)
             return metrics, batch
 
         with anyio.CancelScope(shield=True):  # it was taken: a caller that gives up would lose it

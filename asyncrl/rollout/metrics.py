@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.data.sample import Sample
 from asyncrl.data.staleness import Bound, step_of
@@ -15,11 +17,14 @@ from asyncrl.rollout.scheduling.production import Taken
 
 @dataclass(frozen=True, slots=True)
 class RolloutMetrics:
-    """One batch as it was delivered."""
+    """One batch as it was delivered. None stands for what nobody has measured yet."""
 
     rollout_id: int
+    """Number of the batch in the job, from 0."""
     epoch: int
+    """Pass over the data, from 0, of the first prompt of the batch."""
     groups: int
+    """Prompt groups in the batch."""
     samples: int
     """Samples with a reward, which the trainer trains on."""
     failed_samples: int
@@ -41,34 +46,69 @@ class RolloutMetrics:
     concurrency: int
     """Most requests in flight as of the delivery: rollout.concurrency, or less where it adapts."""
     reward_mean: float
+    """Mean reward of the samples."""
     reward_std: float
+    """Standard deviation of the rewards of all samples, over groups and within them."""
+    reward_min: float
+    """Lowest reward."""
+    reward_p10: float
+    """10th percentile of the rewards: a tenth of the samples have less."""
+    reward_p50: float
+    """Median reward."""
+    reward_p90: float
+    """90th percentile of the rewards."""
+    reward_max: float
+    """Highest reward."""
     zero_variance_groups: int
     """Groups whose rewards are all equal: they teach GRPO nothing."""
     prompt_tokens_mean: float
+    """Mean length of the prompts in tokens, one prompt for each sample."""
     response_tokens_mean: float
+    """Mean number of tokens that the policy sampled for a sample."""
+    response_tokens_p10: float
+    """10th percentile of the lengths: a tenth of the samples are shorter."""
+    response_tokens_p50: float
+    """Median length."""
+    response_tokens_p90: float
+    """90th percentile of the lengths."""
     response_tokens_max: int
+    """Longest response."""
     truncated_fraction: float
-    """Samples that ended by max_new_tokens."""
+    """Fraction of the samples that ended by max_new_tokens."""
     logprob_mean: float
     """Mean log-prob of the sampled tokens: minus a sampled estimate of the entropy, nat per token."""
     off_version_fraction: float
-    """Tokens made by weights other than the published ones."""
+    """Fraction of the tokens that were made by weights other than the published ones."""
     staleness_mean: float
     """Optimizer steps between the weights that made a token and those that it trains, mean over the tokens."""
     staleness_max: int
     """Staleness of the stalest token at the last optimizer step of the batch; never above rollout.max_staleness."""
     response_tokens: int
+    """Tokens that the policy sampled, over all samples."""
     seconds: float
     """From the call of get to the delivery: how long the trainer waited."""
     tokens_per_s: float
     """Response tokens delivered per second: since get was called, or, where groups are generated ahead, since the
     delivery before."""
+    reward_s_mean: float | None = None
+    """Mean seconds from a response to its reward, the wait for a free reward worker included."""
+    reward_s_max: float | None = None
+    """Longest of them since the delivery before."""
+    engine_running_mean: float | None = None
+    """Requests that an engine decodes at once: mean over engines and looks (every 2 s) since the delivery before."""
+    engine_queue_mean: float | None = None
+    """Requests that wait in the queue of an engine: mean over engines and looks."""
+    engine_queue_max: int | None = None
+    """Longest queue of an engine at a look. A queue that stays long says that rollout.concurrency is too high."""
+    engine_kv_use_max: float | None = None
+    """Largest fraction of its KV memory that an engine had in use at a look; near 1 it takes requests back."""
     failure: str = ""
     """The most common sample failure; else why the first dropped group failed; empty if none."""
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, float]:
-        """Numbers by name, without the rollout id."""
-        return {prefix + name: value for name, value in asdict(self).items() if name not in ("rollout_id", "failure")}
+        """Numbers by name, without the rollout id and without what was not measured."""
+        left_out = ("rollout_id", "failure")
+        return {prefix + k: v for k, v in asdict(self).items() if k not in left_out and v is not None}
 
 
 def failure_kind(failure: str) -> str:
@@ -94,6 +134,8 @@ class Interval:
     """The time in which the tokens were generated; `tokens_per_s` goes by it."""
     failed_attempts: int
     aborted_requests: int
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Further fields of `RolloutMetrics`: of rewards and engines."""
 
 
 class DeliveryMeter:
@@ -110,13 +152,16 @@ class DeliveryMeter:
         """From monotonic time `now` on, groups are generated also while no `get` waits."""
         self._ahead, self._delivered_at = True, now
 
-    def delivered(self, *, began: float, now: float, failed_attempts: int, aborted_requests: int) -> Interval:
+    def delivered(
+        self, *, began: float, now: float, failed_attempts: int, aborted_requests: int, measured: Mapping[str, float]
+    ) -> Interval:
         """A batch is delivered at monotonic time `now`, for a `get` that began at `began`; the counts are totals."""
         interval = Interval(
             now - began,
             now - (self._delivered_at if self._ahead else began),
             failed_attempts - self._failed_attempts,
             aborted_requests - self._aborted_requests,
+            measured,
         )
         self._delivered_at, self._failed_attempts, self._aborted_requests = now, failed_attempts, aborted_requests
         return interval
@@ -147,6 +192,8 @@ def measure_rollout(
         if published_version is not None and span.version != published_version
     )
     tokens = int(lengths.sum())
+    reward_p10, reward_p50, reward_p90 = _percentiles(rewards)
+    tokens_p10, tokens_p50, tokens_p90 = _percentiles(lengths)
     mean, most = (0.0, 0) if published_version is None else _staleness(rollout_id, usable, bound)
     return RolloutMetrics(
         rollout_id=rollout_id,
@@ -164,9 +211,17 @@ def measure_rollout(
         concurrency=concurrency,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        reward_min=float(rewards.min()),
+        reward_p10=reward_p10,
+        reward_p50=reward_p50,
+        reward_p90=reward_p90,
+        reward_max=float(rewards.max()),
         zero_variance_groups=sum(len(values) == 1 for values in by_group),
         prompt_tokens_mean=float(np.mean([len(sample.prompt_ids) for sample in usable])),
         response_tokens_mean=float(lengths.mean()),
+        response_tokens_p10=tokens_p10,
+        response_tokens_p50=tokens_p50,
+        response_tokens_p90=tokens_p90,
         response_tokens_max=int(lengths.max()),
         truncated_fraction=float(np.mean([sample.finish_reason == "length" for sample in usable])),
         logprob_mean=float(np.concatenate([sample.logprobs for sample in usable]).mean(dtype=np.float64)),
@@ -180,7 +235,14 @@ def measure_rollout(
             [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
         )
         or collection.failure,
+        **dict[str, Any](interval.measured),
     )
+
+
+def _percentiles(values: NDArray[Any]) -> tuple[float, float, float]:
+    """The 10th, 50th and 90th percentile."""
+    low, middle, high = np.percentile(values, (10, 50, 90))
+    return float(low), float(middle), float(high)
 
 
 def _staleness(rollout_id: int, samples: Sequence[Sample], bound: Bound) -> tuple[float, int]:

@@ -31,8 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 
+from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
+from asyncrl.data.staleness import Bound
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
@@ -116,6 +119,8 @@ class Run:
         """
         if generates_ahead:
             job.turns.check_overlap()
+        elif (unused := unused_staleness(job.config)) is not None:
+            job.record.note(unused)
         run = cls(job, components, trainer, generates_ahead, trainer_name)
         with job.record.phase("startup"):
             await run._begin()
@@ -125,12 +130,15 @@ class Run:
     async def _begin(self) -> None:
         job = self.job
         job.pauses.add(self.executor)
-        self.first = self._trained = self._published = await self.trainer.init()
+        overlaps = self._generates_ahead and Bound.of(job.config).batches > 0
+        threads = job.layout.trainer_threads(beside_engines=overlaps)
+        self.first = self._trained = self._published = await self.trainer.init(threads=threads)
         republishing = job.background.start("republication of lost weights", self._republication.serve)
         job.disposal.push_async_callback(republishing.end)
         job.disposal.push_async_callback(self._evaluations.aclose)
         job.on_stop_now.extend([republishing.end, self._checkpoints.save_now])  # in this order: both use the trainer
         await self._checkpoints.resume(self.first)
+        await anyio.to_thread.run_sync(job.record.continue_after, self.first)
         await warm_up(job, self.trainer)
         await self.engines.wait_ready()
         await job.turns.publish(self._halves, None)  # no engine serves before it holds these weights

@@ -143,8 +143,11 @@ class TrainingPart(Protocol):
     def resumed(self) -> SavedCheckpoint | None:
         """The checkpoint that `init` began from; None where it began from the model."""
 
-    async def init(self) -> int:
-        """Builds the trainer on every rank; returns the first rollout id."""
+    async def init(self, *, threads: int | None = None) -> int:
+        """Builds the trainer on every rank; returns the first rollout id.
+
+        `threads`: with how many threads each rank computes on CPU; None leaves it to torch.
+        """
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
         """Trains on one batch; returns metrics."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,11 @@ from asyncrl.data.fleet import ACTOR, EngineState
 from asyncrl.observability.display import Display
 from asyncrl.observability.events import EventLog, LoopStarted, StepFinished
 from asyncrl.observability.metrics import MetricsLog, StepTimer
-from asyncrl.observability.run_view import StepReport
+from asyncrl.observability.run_view import HeldOut, StepReport
 from asyncrl.observability.summary import RunSummary, print_summary, write_curve, write_summary
+from asyncrl.observability.text_plots import added
 from asyncrl.run import interpreter
+from asyncrl.run.account import Account
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.rollout.metrics import RolloutMetrics
@@ -33,15 +33,6 @@ _SERVING = frozenset({EngineState.SERVING, EngineState.UPDATING, EngineState.OFF
 """States of an engine that does its work. An engine is STOPPED only where somebody asked for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One point of held-out accuracy."""
-
-    step: int
-    """Steps trained before it."""
-    accuracy: float
-
-
 class Recorder:
     """The account of one attempt of a run."""
 
@@ -50,13 +41,13 @@ class Recorder:
         self._metrics = metrics
         self._events = events
         self._timer = StepTimer(on_phase=display.phase)
-        self._rewards: list[float] = []
-        self._evaluations: list[Evaluation] = []
+        self._account = Account()
+        self._earlier: Mapping[str, float] = {}
+        """Seconds by phase of the steps before a resume."""
+        self._held_out: HeldOut | None = None
+        """The evaluation since the last step."""
         self._export: Path | None = None
-        self._steps = 0
-        self._trained_tokens: float | None = None
-        self._largest_logprob_diff: float | None = None
-        self._lost = _Lost()
+        self._first = self._steps = 0
         self._engines: dict[str, str] = {}
         self._loop_began = False
         events.listen(self._watch_engines)
@@ -67,12 +58,18 @@ class Recorder:
 
     def start(self, total_steps: int | None, first_step: int = 0) -> None:
         """Begins the steps `first_step` to `total_steps`; the time before this call was start-up."""
-        self._steps = first_step
+        self._first = self._steps = first_step
         self._display.start(total_steps)
         time = self._timer.finish_step()
         self._events.emit(LoopStarted(seconds=time.seconds, phases=dict(time.phases)))
         self._loop_began = True
         interpreter.settle()
+
+    def continue_after(self, step: int) -> None:
+        """Takes over the figures of the first `step` steps, which earlier attempts have trained; reads files."""
+        for line in self._metrics.earlier(step):
+            self._account.add(line["step"], line)
+        self._earlier = dict(self._account.phases)
 
     def note(self, text: str) -> None:
         """Shows one line that stays on the screen."""
@@ -84,8 +81,9 @@ class Recorder:
             self._display.note(f"evaluation after step {step} skipped: {skipped}")
             return
         self._metrics.write(step, metrics)
-        self._evaluations.append(Evaluation(step, accuracy))
-        self._display.note(f"held-out accuracy after step {step}: {accuracy:.3f}")
+        self._account.add(step, metrics)
+        self._held_out = self._account.evaluations[step]
+        self._display.note(f"held-out accuracy after step {step}: {self._held_out}")
 
     def exported(self, directory: Path) -> None:
         """Says that the final policy is in `directory`."""
@@ -106,16 +104,12 @@ class Recorder:
     ) -> None:
         """Ends step number `step` (from 1), whose batch is trained; None: its weights were not published."""
         time = self._timer.finish_step()
-        metrics = {**rollout.as_dict(), **training, **({} if publication is None else publication.metrics())}
+        published = {} if publication is None else publication.metrics()
+        metrics = {**rollout.as_dict(), **training, **published, **time.metrics()}
         self._steps = step
-        self._rewards.append(rollout.reward_mean)
-        if (tokens := training.get("train/trained_tokens")) is not None:
-            self._trained_tokens = (self._trained_tokens or 0.0) + tokens
-        if (difference := training.get("train/logprob_diff_max")) is not None:
-            self._largest_logprob_diff = max(self._largest_logprob_diff or 0.0, difference)
+        self._account.add(step, metrics, rollout.failure)
         silent = training.get("train/groups_without_signal")
-        self._lost.add(rollout, None if silent is None else int(silent))
-        self._metrics.write(step, {**metrics, **time.metrics()})
+        self._metrics.write(step, metrics)
         self._events.emit(
             StepFinished(step=step, seconds=time.seconds, version=None if publication is None else publication.version)
         )
@@ -125,10 +119,13 @@ class Recorder:
                 reward_mean=rollout.reward_mean,
                 response_length=rollout.response_tokens_mean,
                 tokens_per_s=rollout.tokens_per_s,
-                loss=training.get("train/loss", math.nan),
+                # GRPO's loss is near 0 whatever is learned; that of an algorithm that compares no rewards says all
+                loss=training.get("train/loss") if silent is None else None,
+                entropy=training.get("train/entropy"),
+                grad_norm=training.get("train/grad_norm"),
                 seconds=time.seconds,
                 time_split=time.phases,
-                accuracy=next((e.accuracy for e in self._evaluations if e.step == step - 1), None),
+                held_out=self._held_out,
                 groups=rollout.groups,
                 groups_without_signal=None if silent is None else int(silent),
                 samples=rollout.samples + rollout.failed_samples,
@@ -137,7 +134,8 @@ class Recorder:
                 failure=rollout.failure,
             )
         )
-        if self._lost.silent_steps == 1 and silent == rollout.groups:
+        self._held_out = None
+        if self._account.silent_steps == 1 and silent == rollout.groups:
             self._display.note(
                 f"step {step} learned nothing: within each of its {rollout.groups} groups all rewards are equal. Where "
                 "that goes on, the task is too easy or too hard, or the reward does not tell samples apart"
@@ -145,29 +143,21 @@ class Recorder:
 
     def summary(self, outcome: str, model: Path) -> RunSummary:
         """The run up to now; `outcome` says how it ended."""
-        totals = self._timer.totals()
-        first, last = (self._evaluations[0], self._evaluations[-1]) if self._evaluations else (None, None)
+        totals, account, earlier = self._timer.totals(), self._account, self._earlier
+        rewards = account.rewards
+        steps = range(min(rewards, default=1), max(rewards, default=0) + 1)
         return RunSummary(
-            accuracy_before=first.accuracy if first else None,
-            accuracy_after=last.accuracy if last and last is not first else None,
-            seconds=totals.seconds,
+            seconds=totals.seconds + sum(earlier.values()),
             steps=self._steps,
-            time_split=totals.phases,
+            resumed_at=self._first or None,
+            time_split=added(earlier, totals.phases),
             export=None if self._export is None else str(self._export),
-            rewards=tuple(self._rewards),
-            accuracies=tuple((e.step, e.accuracy) for e in self._evaluations),
+            rewards=tuple(rewards.get(step, math.nan) for step in steps),
+            rewards_from=steps.start,
+            evaluations=tuple(sorted(account.evaluations.items())),
             outcome=outcome,
-            facts={"model": os.path.abspath(model)} | self._facts(),
+            facts={"model": os.path.abspath(model)} | account.facts(),
         )
-
-    def _facts(self) -> dict[str, str | int | float | None]:
-        """What was measured, and what went wrong. What did not happen has no line."""
-        facts: dict[str, str | int | float | None] = {}
-        if self._trained_tokens is not None:
-            facts["tokens trained"] = int(self._trained_tokens)
-        if self._largest_logprob_diff is not None:
-            facts["largest log-prob difference"] = self._largest_logprob_diff
-        return facts | self._lost.facts()
 
     def _watch_engines(self, event: Mapping[str, Any]) -> None:
         """Tells the display how many engines serve, from the first step on."""
@@ -177,41 +167,6 @@ class Recorder:
         if self._loop_began:
             states = [state for state in self._engines.values() if state != EngineState.STOPPED]
             self._display.engines(sum(state in _SERVING for state in states), len(states))
-
-
-class _Lost:
-    """Counts the samples and groups of a run from which nothing was learned."""
-
-    def __init__(self) -> None:
-        self.silent_steps = 0
-        """Steps in which no group had a signal."""
-        self._samples = self._failed = self._groups = self._silent = self._dropped = 0
-        self._failures: Counter[str] = Counter()
-        """Failed samples by the most common failure of their step."""
-
-    def add(self, rollout: RolloutMetrics, silent: int | None) -> None:
-        """Counts a step; `silent` of its groups have no signal. None where the loss needs none."""
-        self._samples += rollout.samples + rollout.failed_samples
-        self._failed += rollout.failed_samples
-        self._dropped += rollout.dropped_groups
-        if rollout.failure:
-            self._failures[rollout.failure] += max(1, rollout.failed_samples)
-        if silent is not None:
-            self._groups += rollout.groups
-            self._silent += silent
-            self.silent_steps += silent == rollout.groups
-
-    def facts(self) -> dict[str, str | int | float | None]:
-        """Lines of the summary."""
-        facts: dict[str, str | int | float | None] = {}
-        reason = f", most often: {self._failures.most_common(1)[0][0]}" if self._failures else ""
-        if self._failed:
-            facts["failed samples"] = f"{self._failed} of {self._samples}{reason}"
-        if self._dropped:
-            facts["groups replaced"] = f"{self._dropped}" + ("" if self._failed else reason)
-        if self._silent:
-            facts["groups without signal"] = f"{self._silent} of {self._groups}, their rewards being all equal"
-        return facts
 
 
 def conclude(recorder: Recorder, outcome: str, *, run_dir: Path, model: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-import anyio.to_thread
-
+from asyncrl.data.sources import Progress
+from asyncrl.rollout.reading import read_in_thread
 from asyncrl.run.job import Job
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ async def warm_up(job: Job, trainer: TrainingPart) -> None:
         return
     rising, stride = max(1, config.steps // 10), max(1, config.steps // _PROGRESS_TIMES)
     with job.record.phase("warm-up"):
-        examples = await anyio.to_thread.run_sync(_load, job)
+        examples = await read_in_thread(partial(_load, job), "warmup", config.source)
         for first in range(0, config.steps, stride):
             with job.record.phase(f"warm-up {first}/{config.steps}"):
                 for step in range(first, min(first + stride, config.steps)):
@@ -37,10 +38,10 @@ async def warm_up(job: Job, trainer: TrainingPart) -> None:
     job.record.note(f"warm-up: {config.steps} supervised steps, loss {metrics['train/loss']:.3f}")
 
 
-def _load(job: Job) -> SupervisedStream:
+def _load(job: Job, progress: Progress) -> SupervisedStream:
     from asyncrl.data.supervised import load_supervised
     from asyncrl.data.tokenizer import PolicyTokenizer
 
     tokenizer = PolicyTokenizer.load(job.config.model.path)
     context = job.config.model.context_length or tokenizer.context_length
-    return load_supervised(job.config.warmup, job.config.data, tokenizer, context_length=context)
+    return load_supervised(job.config.warmup, job.config.data, tokenizer, context_length=context, progress=progress)

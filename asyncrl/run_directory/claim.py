@@ -27,7 +27,10 @@ State = Literal["free", "begun", "run", "foreign"]
 step or an evaluation, an export). `foreign`: files of others."""
 
 _BEFORE_THE_FIRST_STEP = frozenset(
-    {MARKER, LOCK, CONTROL, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"}
+    {
+        *(MARKER, LOCK, CONTROL, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"),
+        *("samples.jsonl", "samples.1.jsonl"),
+    }
 )
 """What the directory of a `begun` run may hold; its metrics.jsonl is empty."""
 

@@ -120,8 +120,10 @@ class TrainGroup:
 
     # the loop's calls
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         """Joins the process groups and builds the trainer on every rank; returns the first rollout id.
+
+        `threads`: with how many threads each rank computes on CPU; None leaves it to torch.
 
         Raises CheckpointError where `checkpoint.resume` finds a checkpoint that training cannot go on from.
         """
@@ -131,7 +133,7 @@ class TrainGroup:
         resumed = await self._checkpoints.resume(self._roles)
         run_dir, path = str(self._config.run.dir), None if resumed is None else str(resumed.path)
         for name, role in self._roles.items():
-            build = commands.Build(role, run_dir, path)
+            build = commands.Build(role, run_dir, path, threads)
             specs = await self._ranks.run(build, self._of(name, "building the trainer"), timeout_s)
             self._specs[name] = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:

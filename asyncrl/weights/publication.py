@@ -76,6 +76,17 @@ class PublicationLimits:
         return cls(transfers=config.weights.attempts, begin_timeout_s=begin_timeout_s)
 
 
+METRICS: Mapping[str, str] = {
+    "weights/publish_s": "Seconds of the publication, the wait for the trainer thread included.",
+    "weights/pause_s": "Seconds from the first pause to the last continue: the longest that any engine stood still.",
+    "weights/transfer_s": "Seconds of the transfers alone, failed ones included.",
+    "weights/bytes": "Bytes of the weights, once, whatever the number of engines.",
+    "weights/transfers": "Transfers that were made; 1 when nothing failed.",
+    "weights/engines": "Engines that serve the new weights.",
+}
+"""What the figures of a publication are."""
+
+
 @dataclass(frozen=True, slots=True)
 class PublicationReport:
     """One publication that was committed."""
@@ -108,12 +119,16 @@ class PublicationReport:
         }
 
 
-def engines_to_retry(engines: Sequence[EngineEndpoint], result: TransferResult) -> tuple[EngineEndpoint, ...]:
+def engines_to_retry(
+    engines: Sequence[EngineEndpoint], result: TransferResult, *, complete: bool = False
+) -> tuple[EngineEndpoint, ...]:
     """The engines of the next transfer: all that can still be brought to the version.
 
-    An engine that gave no answer is out. One that refused is out as long as others remain: it would break
-    their transfer again.
+    An engine that gave no answer is out. One that refused is out as long as others remain: it would fail again, and
+    they would wait. Once some engine is `complete`, only those that suffered from another fault are sent it again.
     """
     kinds = {engine_id: failure.kind for engine_id, failure in result.failures.items()}
+    if complete:
+        return tuple(e for e in engines if kinds.get(e.engine_id) is TransferFault.COLLATERAL)
     willing = tuple(e for e in engines if kinds.get(e.engine_id) not in (TransferFault.GONE, TransferFault.REFUSED))
     return willing or tuple(e for e in engines if kinds.get(e.engine_id) is TransferFault.REFUSED)

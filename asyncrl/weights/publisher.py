@@ -5,7 +5,8 @@ Invariants
   that succeeds or one abort follows, under a shield with a bound. The fleet itself undoes a `begin` that fails, and
   treats an abort of an ended lease as nothing to do.
 - Only engines that received every byte of this version are acknowledged; the fleet quarantines the others.
-- A transfer that loses engines is repeated to the survivors inside the same transaction, a bounded number of times.
+- An engine that is lost costs no other one the version: engines whose transfer broke through no fault of theirs get
+  it again inside the same transaction, a bounded number of times.
 - A copy that a commit promised is written, or told to have failed: the fleet never waits for one in vain.
 """
 
@@ -129,7 +130,7 @@ class Publisher:
         return recording
 
     async def _transfer(self, version: str, payload: Payload, progress: _Progress) -> None:
-        """Repeats the transfer until all engines that are left have everything; raises WeightUpdateError if none is."""
+        """Repeats the transfer until every engine that is left has everything. Raises WeightUpdateError if none has."""
         source_error: str | None = None
         while progress.candidates and progress.transfers < self._limits.transfers:
             engines = progress.candidates
@@ -141,11 +142,12 @@ class Publisher:
             self._events.emit(
                 WeightTransferFailed(version=version, transfer=progress.transfers, engines=reasons, reason=source_error)
             )
+            failed = [e for e in engines if source_error is not None or e.engine_id in result.failures]
             with waiting("end of the failed transfer", "engines", self._limits.abandon_timeout_s):
-                await self._transport.abandon(engines)
-            if progress.complete:
-                return
-            progress.candidates = engines_to_retry(engines, result)
+                await self._transport.abandon(failed)
+            progress.candidates = engines_to_retry(engines, result, complete=bool(progress.complete))
+        if progress.complete:
+            return
         told = [f"{engine_id}: {failure.reason}" for engine_id, failure in progress.failures.items()]
         told += [] if source_error is None else [f"trainer: {source_error}"]
         lost = source_error is None or all(f.kind is TransferFault.GONE for f in progress.failures.values())
@@ -162,7 +164,7 @@ class Publisher:
         progress.bytes_sent = result.bytes_sent
         progress.failures |= result.failures
         if result.source_error is None:
-            progress.complete = tuple(e for e in progress.candidates if e.engine_id not in result.failures)
+            progress.complete += tuple(e for e in progress.candidates if e.engine_id not in result.failures)
             for engine in progress.complete:
                 progress.failures.pop(engine.engine_id, None)
         return result

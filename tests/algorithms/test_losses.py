@@ -40,7 +40,9 @@ def test_the_clip_binds_where_the_policy_already_moved_far_enough() -> None:
     assert result.sums["clip_fraction"].item() == 2
     assert result.sums["ratio_mean"].item() == pytest.approx(4.0)
     assert result.maxima["ratio_max"].item() == pytest.approx(1.5)
-    assert result.sums["kl_rollout"].item() == pytest.approx(2 * (0.5 - math.log(1.5)) + 2 * (-0.5 - math.log(0.5)))
+    assert result.sums["off_policy_drift"].item() == pytest.approx(
+        2 * (0.5 - math.log(1.5)) + 2 * (-0.5 - math.log(0.5))
+    )
     result.loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, 1.5 * 2, -0.5 * 2, 0.0])

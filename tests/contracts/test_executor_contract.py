@@ -32,6 +32,7 @@ def start(request: pytest.FixtureRequest, start_executor: StartExecutor, events:
     @asynccontextmanager
     async def real() -> AsyncIterator[Any]:
         async with scripted_engine() as engine, start_executor(engine) as executor:
+            engine.version = "0.0"
             yield executor
 
     return fake if request.param == "fake" else real

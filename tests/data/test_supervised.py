@@ -11,10 +11,11 @@ from asyncrl.config.sections.training import WarmupConfig
 from asyncrl.data.supervised import SupervisedStream, load_supervised
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError, ModelError
-from tests.tiny_policy import write_policy
+from tests.tiny_policy import CHATML, write_policy
 
 
 def load(path: Path, rows: list[dict[str, object]], context: int = 32, **model: object) -> SupervisedStream:
+    path.mkdir(exist_ok=True)
     tokenizer = PolicyTokenizer.load(write_policy(path / "m", **model))  # type: ignore[arg-type]
     (path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     warmup = WarmupConfig(source=str(path / "sft.jsonl"), batch_size=3)
@@ -29,6 +30,15 @@ def test_a_batch_holds_prompt_response_and_end_token(tmp_path: Path) -> None:
     assert torch.equal(batch.rewards, torch.ones(3)) and torch.equal(batch.logprobs, torch.zeros(18))
     assert torch.equal(batch.loss_mask, batch.sampled) and not batch.truncated.any() and batch.temperature == 1.0
     assert len(set(batch.sample_ids)) == len(set(batch.group_ids)) == 3
+
+
+def test_a_chat_is_taught_to_end_with_the_token_with_which_the_template_ends_turns(tmp_path: Path) -> None:
+    row: dict[str, object] = {"prompt": "1", "response": "2"}
+    template = CHATML.replace("<|im_end|>", "<|end|>").replace("<|im_start|>", "")
+    chat = load(tmp_path / "chat", [row], chat_template=template, generation_config={"eos_token_id": 3})
+    assert set(chat.next_batch(0).tokens.reshape(3, -1)[:, -1].tolist()) == {3}
+    plain = load(tmp_path / "plain", [row], generation_config={"eos_token_id": 3})
+    assert set(plain.next_batch(0).tokens.reshape(3, -1)[:, -1].tolist()) == {2}, "plain text ends with the tokenizer's"
 
 
 def test_batches_go_through_all_examples_and_are_the_same_in_every_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import ConfigError, DataError, ModelError
-from tests.tiny_policy import CHARACTERS, CHAT_TEMPLATE, SPECIAL, write_policy
+from tests.tiny_policy import CHARACTERS, CHAT_TEMPLATE, CHATML, LLAMA, QWEN_THINKING, SPECIAL, write_policy
 
 
 def test_end_tokens_of_tokenizer_generation_config_and_config_become_one_set(tmp_path: Path) -> None:
@@ -28,6 +28,48 @@ def test_encoding_keeps_every_character(tmp_path: Path) -> None:
     (ids,) = tokenizer.encode([text], add_special_tokens=True)
     assert ids.dtype == np.int32 and len(ids) == len(text)
     assert ids.tolist() == [len(SPECIAL) + CHARACTERS.index(character) for character in text]
+
+
+def test_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path, bos=True))
+    once, twice, bare = (
+        tokenizer.encode([text], add_special_tokens=added)[0].tolist()
+        for text, added in (("<bos>ab", True), ("<bos><bos>ab", True), ("<bos>ab", False))
+    )
+    assert once == bare == [1, *tokenizer.encode(["ab"], add_special_tokens=False)[0]]
+    assert twice == [1, *once], "the author's own second one stays"
+
+
+def test_nothing_is_put_after_a_prompt(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path, bos=True, eos=True))
+    assert tokenizer.encode(["ab", ""], add_special_tokens=True)[0].tolist()[-1] != 2
+    assert [ids.tolist()[:1] for ids in tokenizer.encode(["ab", ""], add_special_tokens=True)] == [[1], [1]]
+
+
+def test_special_tokens_that_end_nothing_stay_in_the_text(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path, special=("<think>", "</think>")))
+    text = "<think> yes </think> 4"
+    assert tokenizer.decode(tokenizer.encode([text], add_special_tokens=False)[0]) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "turn_end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (LLAMA, "<|eot_id|>"),
+        (QWEN_THINKING, "<|im_end|>"),
+        (CHAT_TEMPLATE, "<eos>"),
+        (None, "<eos>"),
+    ],
+)
+def test_what_the_chat_template_ends_turns_with_ends_a_response(
+    tmp_path: Path, template: str | None, turn_end: str
+) -> None:
+    special = ("<|im_end|>", "<|eot_id|>")
+    tokenizer = PolicyTokenizer.load(write_policy(tmp_path, chat_template=template, special=special))
+    (end,) = tokenizer.stop_ids([turn_end])
+    assert tokenizer.turn_end_id == end and tokenizer.eos_token_id == 2
+    assert tokenizer.stop_token_ids == tuple(sorted({2, end}))
 
 
 def test_an_id_outside_the_models_vocabulary_names_both_sizes(tmp_path: Path) -> None:

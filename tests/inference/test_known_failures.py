@@ -25,7 +25,7 @@ from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutClient
 from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
-from asyncrl.rollout.requests.wire import Generation
+from asyncrl.rollout.requests.wire import Generation, SamplingParams
 from asyncrl.weights.transports.process_group import TransferGroup
 from tests.inference.conftest import StartFleet, eventually
 from tests.inference.engines.test_recovery import publish, serves
@@ -35,7 +35,7 @@ from tests.scripted import Latency, ScriptedEngine, instead
 pytestmark = pytest.mark.anyio
 
 TOKENS = 60
-SAMPLING = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":true}' % TOKENS)
+SAMPLING = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True)
 
 
 async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Generation]:

@@ -81,7 +81,6 @@ def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_client, "waiting", impatient)
     monkeypatch.setattr(f"{__name__}._patience", (TRANSFER_S, TRANSFERS))
     monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 1.5)  # also that of engine-0
-    monkeypatch.setattr(broadcast, "CONNECT_S", 0.2)
 
 
 def set_deadlines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +90,6 @@ def set_deadlines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(routing, "ANSWER_TIMEOUT_S", HEALTHY_S)
     callspec = getattr(request.node, "callspec", None)
     params = [] if callspec is None else [*callspec.params.values()]
-    if "join group" not in params:  # there an engine may show in it that it does not come
-        monkeypatch.setattr(broadcast, "HEAD_START_S", 0.02)
     if "join" in params:  # of the trainer: engines wait for it in vain, and none is convicted
         monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 0.5)
     if "hangs" in params:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asyncrl.observability.display import LiveDisplay, PlainDisplay, make_display
-from asyncrl.observability.run_view import DisplayState, StepReport, idle_line, render, step_line
+from asyncrl.observability.run_view import DisplayState, HeldOut, StepReport, idle_line, render, step_line
 from asyncrl.observability.text_plots import duration, shares, sparkline, time_split_text
 from asyncrl.observability.waits import WAITS, Wait
 
@@ -59,8 +59,10 @@ def test_the_live_table_shows_a_step_and_where_the_time_goes() -> None:
 
 
 def test_accuracy_stays_on_the_screen_after_its_step() -> None:
-    state = DisplayState(started=0.0).after(a_step(1, accuracy=0.75)).after(a_step(2))
+    state = DisplayState(started=0.0).after(a_step(1, held_out=HeldOut(0.75, 0.75))).after(a_step(2))
     assert "0.750 on held-out prompts" in shown(state)
+    graded = DisplayState(started=0.0).after(a_step(1, held_out=HeldOut(0.0, 0.412)))
+    assert "0.000, mean reward 0.412 on held-out prompts" in shown(graded)
 
 
 def test_short_waits_of_a_running_loop_are_not_shown() -> None:
@@ -75,12 +77,19 @@ def test_many_waits_are_counted() -> None:
 
 
 def test_a_step_in_a_line() -> None:
-    state = DisplayState(started=0.0, total_steps=3).after(a_step(1, accuracy=0.5))
+    state = DisplayState(started=0.0, total_steps=3).after(a_step(1, held_out=HeldOut(0.5, None)))
     assert state.last is not None
     assert step_line(state, state.last) == (
-        "step 1/3      reward 0.500  length 20.2  812 tokens/s  loss -0.0123  "
+        "step 1/3      reward 0.500  length 20.2  812 tokens/s  loss -0.012  "
         "2.0 s (generate 62 %, train 25 %, other 12 %)  accuracy 0.500  4.0 s left"
     )
+
+
+def test_a_step_of_grpo_shows_entropy_and_gradient_norm() -> None:
+    report = a_step(1, loss=None, entropy=1.234, grad_norm=3.2e-5, reward_mean=4.9e29)
+    line = step_line(DisplayState(started=0.0), report)
+    assert "reward 4.9e+29  " in line and "entropy 1.234  grad norm 3.2e-05" in line and "loss" not in line
+    assert "entropy 1.234, grad norm 3.2e-05" in shown(DisplayState(started=0.0).after(report))
 
 
 def test_what_failed_and_what_teaches_nothing_is_seen_in_line_and_table() -> None:

@@ -59,6 +59,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
         **sections: dict[str, Any],
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
+            "run": {"dir": tmp_path},
             "model": {"path": tmp_path},
             "data": {"source": str(prompts)},
             "rollout": {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 8, "request_timeout_s": 5},

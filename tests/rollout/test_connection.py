@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from asyncrl.data.batch import RolloutBatch
@@ -26,12 +27,22 @@ async def around_an_update(engine: AnsweringEngine, executor: RolloutExecutor) -
     engine.script = lambda request, number: Action((5, 6, 7, 2), versions=spans if number < BATCH else None)
     engine.version = "0.0"
     executor.set_weight_version("0.0")
-    before = await executor.get(0)
-    await executor.commit(0)
-    async with executor.updating():
+    before: list[RolloutBatch] = []
+
+    async def first() -> None:
+        before.append(await executor.get(0))
+
+    async with anyio.create_task_group() as tasks:
+        executor.engines_paused()
+        tasks.start_soon(first)
+        await engine.until(lambda engine: len(engine.requests) == BATCH and not engine.in_flight)
         engine.version = "0.1"
         executor.set_weight_version("0.1")
-    return before, await executor.get(1)
+        executor.engines_resumed()
+    await executor.commit(0)
+    async with executor.updating():
+        pass
+    return before[0], await executor.get(1)
 
 
 async def test_in_place_requests_share_kv_by_weights_and_a_token_in_flight_counts_with_those_before(

@@ -123,6 +123,7 @@ async def test_tokens_of_other_weights_are_counted(start_executor: StartExecutor
         scripted_engine(lambda request, number: Action((5, 6, 7, 2), versions=spans)) as engine,
         start_executor(engine) as executor,
     ):
+        executor.set_weight_version("0.1")
         executor.set_weight_version("0.2")
         batch = await executor.get(0)
         assert [span.version for span in batch.versions[0]] == ["0.1", "0.2"]
@@ -361,3 +362,20 @@ def test_the_first_batch_check_counts_until_it_is_closed(fraction: float, allowe
     assert verdicts == [i >= allowed for i in range(12)]
     check.closed = True
     assert check.observe(failed) is None
+
+
+async def test_what_the_model_answered_is_kept_as_text(
+    start_executor: StartExecutor, tmp_path: Path, prompts: Path
+) -> None:
+    settings: dict[str, Any] = {"eval": {"data": {"source": str(prompts)}}, "debug": {"save_rollouts": True}}
+    async with scripted_engine() as engine, start_executor(engine, samples={"per_step": 5}, **settings) as executor:
+        executor.set_weight_version("0.0")
+        await executor.eval(0)
+        await executor.get(0)
+        await executor.commit(0)
+    kept = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in kept] == [("eval", 0)] * 40 + [("train", 1)] * 5
+    assert all(line["prompt"].endswith("+1=") and line["answer"] == "yes" for line in kept)
+    assert {line["prompt_id"] for line in kept[:40]} == {f"train.jsonl:{i}" for i in range(1, 41)}
+    saved = json.loads((tmp_path / "rollouts" / "rollout-000000.json").read_text())["samples"]
+    assert len(saved) == 12 and {"prompt_id", "prompt", "response", "answer", "reward"} <= saved[0].keys()

@@ -60,10 +60,10 @@ def test_throughput_goes_by_the_time_from_batch_to_batch() -> None:
 
 def test_a_delivery_is_measured_against_the_one_before() -> None:
     meter = DeliveryMeter()
-    assert meter.delivered(began=10, now=12, failed_attempts=3, aborted_requests=1) == Interval(2, 2, 3, 1)
+    assert meter.delivered(began=10, now=12, failed_attempts=3, aborted_requests=1, measured={}) == Interval(2, 2, 3, 1)
     meter.generates_ahead(13)
-    assert meter.delivered(began=16, now=17, failed_attempts=3, aborted_requests=5) == Interval(1, 4, 0, 4)
-    assert meter.delivered(began=18, now=19, failed_attempts=4, aborted_requests=5) == Interval(1, 2, 1, 0)
+    assert meter.delivered(began=16, now=17, failed_attempts=3, aborted_requests=5, measured={}) == Interval(1, 4, 0, 4)
+    assert meter.delivered(began=18, now=19, failed_attempts=4, aborted_requests=5, measured={}) == Interval(1, 2, 1, 0)
 
 
 def test_only_numbers_are_written_to_the_metrics() -> None:
@@ -75,3 +75,28 @@ def test_only_numbers_are_written_to_the_metrics() -> None:
 )
 def test_the_first_failure_of_the_commonest_kind_stands_for_it(failures: list[str], common: str) -> None:
     assert most_common_failure(failures) == common
+
+
+def test_rewards_and_lengths_are_told_with_their_spread() -> None:
+    samples = [
+        Sample.of_turn(
+            f"0.{i}",
+            "0",
+            Turn(IDS, np.full(i + 1, 5, np.int32), np.full(i + 1, -0.5, np.float32), (VersionSpan("0.1", 0, i + 1),)),
+            finish_reason="stop",
+            text="",
+            reward=float(i),
+        )
+        for i in range(11)
+    ]
+    group = SampleGroup("0", Prompt("p:0", "1+1=", IDS), tuple(samples))
+    taken = Taken((Group(Issue(0, group.prompt, epoch=0), 0),), (group,), Collection(1, 8, 8), ready=0)
+    interval = Interval(1.0, 1.0, 0, 0, {"reward_s_mean": 0.5})
+    told = measure_rollout(1, taken, interval, concurrency=8, published_version="0.1", bound=ONCE).as_dict()
+    rewards = [told[f"rollout/reward_{name}"] for name in ("min", "p10", "p50", "p90", "max")]
+    assert rewards == [0, 1, 5, 9, 10]
+    assert [told[f"rollout/response_tokens_{name}"] for name in ("p10", "p50", "p90", "max")] == [2, 6, 10, 11]
+    assert told["rollout/reward_s_mean"] == 0.5 and "rollout/reward_s_max" not in told, (
+        "what was not measured is absent"
+    )
+    assert "rollout/engine_queue_max" not in told

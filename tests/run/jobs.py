@@ -102,10 +102,12 @@ class Trainer(Noted):
         self.saving: int | None = None
         self.failure: str | None = None
         self.running: str | None = None
+        self.threads: int | None = None
         self.resumed: Any = None if resumed_at is None else SimpleNamespace(step=resumed_at, path="PATH", extra={})
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         self.note("init")
+        self.threads = threads
         return 0 if self.resumed is None else int(self.resumed.step)
 
     async def train(self, rollout_id: int, batch: Any) -> dict[str, float]:
@@ -146,6 +148,9 @@ class Record:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def continue_after(self, step: int) -> None:
+        pass
+
     def start(self, num_steps: int, first: int) -> None:
         self.started = num_steps, first
 
@@ -162,7 +167,8 @@ class Record:
 def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None = None, **sections: Any) -> Any:
     """A job without processes; `sections` are of its configuration. Its background work lives in `tasks`."""
     config = config or Config.model_validate(sections)
-    layout, record, pauses = SimpleNamespace(colocated=colocated), Record(), Pauses()
+    layout = SimpleNamespace(colocated=colocated, trainer_threads=lambda *, beside_engines: 1 if beside_engines else 2)
+    record, pauses = Record(), Pauses()
     return SimpleNamespace(
         config=config,
         layout=layout,

@@ -34,6 +34,13 @@ async def test_a_run_of_which_nothing_says_how_long_it_is_is_refused_before_anyt
     assert calls == []
 
 
+async def test_a_loop_that_generates_nothing_ahead_tells_that_its_bound_on_staleness_is_not_used() -> None:
+    for ahead, told in ((False, 1), (True, 0)):
+        job = a_job(rollout={"max_staleness": 3})
+        async with started(Engines([]), Executor([]), Trainer([]), job=job, generates_ahead=ahead):
+            assert sum("max_staleness = 3 has no effect" in note for note in job.record.notes) == told
+
+
 async def test_a_run_knows_its_first_and_its_last_step() -> None:
     job = a_job(train={"num_steps": None, "num_epochs": 3})
     async with started(Engines([]), Executor([]), Trainer([], resumed_at=4), job=job, per_epoch=2) as run:
@@ -46,6 +53,15 @@ async def test_no_step_begins_after_a_stop_was_asked_for() -> None:
         assert next(steps) == 0
         run.job.stop.request()
         assert list(steps) == []
+
+
+@pytest.mark.parametrize(("ahead", "bound", "threads"), [(False, 3, 2), (True, 0, 2), (True, 1, 1)])
+async def test_a_trainer_leaves_cores_only_to_engines_that_generate_meanwhile(
+    ahead: bool, bound: int, threads: int
+) -> None:
+    trainer, job = Trainer([]), a_job(rollout={"max_staleness": bound})
+    async with started(Engines([]), Executor([]), trainer, job=job, generates_ahead=ahead):
+        assert trainer.threads == threads
 
 
 @pytest.mark.parametrize("colocated", [True, False])

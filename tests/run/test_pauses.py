@@ -17,6 +17,7 @@ from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
+from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.run.pauses import Pauses, ToldFleet
 from tests.contracts.fake_controller import FakeController
 from tests.inference.conftest import StartFleet, eventually, start_fleet
@@ -244,7 +245,7 @@ async def test_two_executors_in_front_of_the_same_engines_both_hear_of_a_publica
 
 async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_request(start_fleet: StartFleet) -> None:
     timeout_s, tokens, prompt = 3.5, 100_000, msgspec.Raw(b"[1,2]")
-    sampling = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":1.0,"ignore_eos":true}' % tokens)
+    sampling = SamplingParams(max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
     ended: list[str] = []
     async with rig(start_fleet, latency=Latency(token_s=0.001)) as r:
         r.pauses.add(told := Told())

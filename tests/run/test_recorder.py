@@ -31,11 +31,11 @@ GRPO = {"train/loss": 0.1, "train/trained_tokens": 160.0, "train/groups_without_
 class Run:
     """A recorder, and what was shown."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, attempt: int = 0) -> None:
         self.stream = io.StringIO()
         self.display = PlainDisplay(self.stream)
         self.events = EventLog(None)
-        metrics = MetricsLog(directory / "metrics.jsonl")
+        metrics = MetricsLog(directory / "metrics.jsonl", attempt)
         self.record = Recorder(display=self.display, metrics=metrics, events=self.events)
         self.metrics = directory / "metrics.jsonl"
 
@@ -94,6 +94,60 @@ def test_the_largest_logprob_difference_is_kept(run: Run) -> None:
     run.step(1, GRPO | {"train/logprob_diff_max": 2e-5})
     run.step(2, GRPO | {"train/logprob_diff_max": 1e-5})
     assert run.facts()["largest log-prob difference"] == 2e-5
+
+
+def test_the_summary_after_a_resume_is_of_the_whole_run(tmp_path: Path) -> None:
+    earlier = Run(tmp_path)
+    earlier.record.start(4)
+    earlier.record.evaluated(0, 0.25, {"eval/accuracy": 0.25, "eval/mean_reward": 0.25}, None)
+    for step in (1, 2, 3):
+        earlier.step(step, GRPO | {"train/logprob_diff_max": 1e-5 * step}, reward_mean=step / 10, failed_samples=step)
+    later = Run(tmp_path, attempt=1)
+    later.record.continue_after(2)  # the third step is trained again
+    later.record.start(4, 2)
+    for step in (3, 4):
+        later.step(step, GRPO | {"train/logprob_diff_max": 1e-6}, reward_mean=step / 5)
+    later.record.evaluated(4, 0.75, {"eval/accuracy": 0.75, "eval/mean_reward": 0.75}, None)
+    summary = later.record.summary("finished", Path("/models/tiny"))
+    assert (summary.steps, summary.resumed_at, summary.rewards_from) == (4, 2, 1)
+    assert summary.rewards == (0.1, 0.2, 0.6, 0.8)
+    assert [step for step, _ in summary.evaluations] == [0, 4] and summary.before is not None
+    assert summary.before.accuracy == 0.25
+    assert summary.facts["tokens trained"] == 640 and summary.facts["largest log-prob difference"] == 2e-5
+    assert summary.facts["failed samples"] == "3 of 131"
+    assert summary.seconds == pytest.approx(sum(summary.time_split.values()))
+    for run in (earlier, later):
+        run.display.stop()
+
+
+def test_a_run_that_goes_on_from_another_directory_begins_its_curve_there(run: Run) -> None:
+    run.record.continue_after(20)
+    run.record.start(22, 20)
+    for step in (21, 22):
+        run.step(step, GRPO, reward_mean=step / 100)
+    summary = run.record.summary("finished", Path("/models/tiny"))
+    assert (summary.rewards, summary.rewards_from, summary.resumed_at) == ((0.21, 0.22), 21, 20)
+
+
+def test_a_held_out_mean_reward_is_told_where_it_says_more_than_the_accuracy(run: Run) -> None:
+    run.record.start(2)
+    run.record.evaluated(0, 0.0, {"eval/accuracy": 0.0, "eval/mean_reward": 0.352}, None)
+    run.step(1, GRPO)
+    run.step(2, GRPO)
+    run.record.evaluated(2, 0.5, {"eval/accuracy": 0.5, "eval/mean_reward": 0.5}, None)
+    lines = run.shown()
+    assert lines[0] == "held-out accuracy after step 0: 0.000, mean reward 0.352"
+    assert "accuracy 0.000, mean reward 0.352" in lines[1] and "accuracy" not in lines[2]
+    assert lines[3] == "held-out accuracy after step 2: 0.500"
+
+
+def test_the_line_of_a_step_shows_a_loss_where_it_tells_something(run: Run) -> None:
+    run.record.start(2)
+    run.step(1, GRPO | {"train/entropy": 1.5, "train/grad_norm": 0.25})
+    run.step(2, {"train/loss": 0.5, "train/trained_tokens": 40.0, "train/entropy": 1.5})
+    grpo, sft = run.shown()
+    assert "entropy 1.500  grad norm 0.250" in grpo and "loss" not in grpo
+    assert "loss 0.500  entropy 1.500" in sft
 
 
 def test_the_time_before_the_steps_is_an_event(run: Run) -> None:

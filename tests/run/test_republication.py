@@ -40,7 +40,7 @@ class Trainer:
         self.rig, self.shares, self.first = rig, shares, first
         self.on_gpu = False
 
-    async def init(self) -> int:
+    async def init(self, *, threads: int | None = None) -> int:
         await self.onload()
         return self.first
 

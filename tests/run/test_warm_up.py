@@ -16,7 +16,9 @@ pytestmark = pytest.mark.anyio
 async def test_what_a_warm_up_trains_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     job = a_job(warmup={"steps": 2, "lr": 1.0})
-    monkeypatch.setattr(warm_up, "_load", lambda job: SimpleNamespace(next_batch=lambda step: f"BATCH-{step}"))
+    monkeypatch.setattr(
+        warm_up, "_load", lambda job, progress: SimpleNamespace(next_batch=lambda step: f"BATCH-{step}")
+    )
     trainer: Any = Trainer(calls)
     await warm_up.warm_up(job, trainer)
     assert calls == ["trainer.train_sft BATCH-0 1.0", "trainer.train_sft BATCH-1 1.0", "trainer.reset_optimizer"]

@@ -35,7 +35,8 @@ _ENDS: dict[AnswerFault, dict[str, Any]] = {
 class Action:
     """What the engine does with one request. By default it answers `output_ids` at once."""
 
-    output_ids: tuple[int, ...] = (1, 2, 3)
+    output_ids: tuple[int, ...] = (1, 3, 2)
+    """The last is the end token of the tokenizer of the tests."""
     text: str = "yes"
     logprobs: tuple[float | None, ...] | None = None
     """None: -0.5 for each token."""
@@ -52,6 +53,8 @@ class Action:
     """Further headers of an answer with the fault `status`."""
     versions: tuple[tuple[str, int, int], ...] | None = None
     """(version, start, end) of each span; None: the engine's current version made all tokens."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `meta_info` that replace the true ones."""
 
 
 Script = Callable[[dict[str, Any], int], Action]
@@ -183,6 +186,7 @@ class AnsweringEngine(ScriptedServer):
                 "completion_tokens": len(ids),
                 "cached_tokens": 0,
                 "e2e_latency": 0.01,
+                **action.meta,
             },
         }
 

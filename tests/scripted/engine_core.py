@@ -15,6 +15,7 @@ import anyio
 from aiohttp import web
 from torch import Tensor
 
+from asyncrl.data.fleet import read_stamp
 from tests.scripted.faults import Fault
 from tests.scripted.generation import Generation, Latency
 from tests.scripted.scheduler import Scheduler
@@ -88,8 +89,8 @@ class EngineCore(ScriptedServer):
 
     @property
     def version(self) -> str:
-        """Weight version that it stamps on tokens."""
-        return self.generation.version
+        """Weight version in its stamp, without its id."""
+        return read_stamp(self.generation.version)[0]
 
     @property
     def paused(self) -> bool:

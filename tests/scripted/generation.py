@@ -7,6 +7,7 @@ Invariants
 - A request that arrives during a pause waits in front of the scheduler. An abort of its id has no effect there, and the
   engine accepts no second one: then nothing ends the request early, not even a client that leaves.
 - An abort needs the whole id of a known request. It also ends all requests whose ids begin with that id.
+- No token of an answer is an end token of its request; the last one may count as one.
 - A token gets the version that was stamped when its segment began. A new stamp begins a new segment.
 - KV that is older than the weights is visible: cached prefixes and requests paused in place give other log-probs.
 
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 import anyio
 
+from asyncrl.data.fleet import read_stamp
 from asyncrl.tasks import Changes
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -65,6 +67,8 @@ class _Request:
     temperature: float
     token_s: float
     """Time for each of its tokens."""
+    ends: frozenset[int]
+    """Tokens that would end it; it gets none of them."""
     extra_key: str
     """Part of the key of its prefix in the cache."""
     with_prompt: bool
@@ -261,6 +265,7 @@ class Generation:
             stops=stops,
             temperature=temperature,
             token_s=self._latency.token_s * (self._random.lognormvariate(0.0, spread) if spread else 1.0),
+            ends=frozenset(params.get("stop_token_ids", ())),
             extra_key=body.get("extra_key") or "",
             with_prompt=body.get("logprob_start_len") is not None,
             debt_s=self._latency.prefill_s,
@@ -299,7 +304,7 @@ class Generation:
         request.kv = self._digest() if kv is None else kv
 
     def _emit(self, request: _Request, count: int, version: str, digest: int, maker: str | None = None) -> None:
-        request.makers += [maker or version] * count
+        request.makers += [read_stamp(maker or version)[0]] * count
         if request.kv is not None and request.kv != digest:
             digest = zlib.crc32(request.kv.to_bytes(4, "big"), digest)
         salt = digest.to_bytes(4, "big")
@@ -307,6 +312,8 @@ class Generation:
             state = zlib.crc32(salt, request.chain)
             choice = state ^ self._random.getrandbits(32) if request.temperature else state
             token = choice % self._vocab_size
+            while token in request.ends:
+                token = (token + 1) % self._vocab_size
             request.tokens.append(token)
             request.logprobs.append(-(zlib.crc32(token.to_bytes(4, "big"), state) % 4096 + 1) / 1024)
             request.chain = zlib.crc32(token.to_bytes(4, "big"), request.chain)

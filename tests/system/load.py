@@ -69,7 +69,7 @@ class _WatchedClient(GenerateClient):
 async def continuous_load(router_url: str, requests: int) -> AsyncIterator[Load]:
     """Keeps `requests` requests in flight; the end waits for those under way. GenerationFailed of any is raised."""
     load = Load()
-    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True).encode()
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True)
     random = np.random.default_rng(0)
 
     options = RequestOptions(

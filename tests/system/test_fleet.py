@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.rules import plan_layout
-from asyncrl.data.fleet import EngineState
+from asyncrl.data.fleet import EngineState, read_stamp
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
@@ -107,7 +107,7 @@ async def test_running_requests_keep_their_tokens_over_an_update_and_no_span_is_
             await client.generate(PROMPT, max_new_tokens=8)
         after = await serving_fleet.publish_from_disk(serving_fleet.models[1])
         task_group.start_soon(one)
-    versions = [[run["version"] for run in a["meta_info"]["weight_versions"]] for a in answers]
+    versions = [[read_stamp(run["version"])[0] for run in a["meta_info"]["weight_versions"]] for a in answers]
     assert all(len(a["output_ids"]) == 400 for a in answers)
     assert [before, after] in versions
     assert not [v for spans in versions for v in spans if v.startswith("torn")]

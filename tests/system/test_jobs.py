@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.run.metric_reference import unexplained
 from tests.system.jobs import job, run, write_recipe
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(450)]
@@ -35,6 +36,10 @@ def test_two_ranks_train_evaluate_export_and_leave_nothing(tmp_path: Path, tiny_
         assert line["train/logprob_diff_mean"] < 1e-4 and line["train/logprob_diff_max"] < 1e-3
         assert line["rollout/samples"] == 16 and line["rollout/off_version_fraction"] == 0
     assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 1, 2]
+    assert set().union(*map(unexplained, metrics)) == {"step", "attempt", "time"}, "docs/metrics.md explains all others"
+    samples = [json.loads(line) for line in (started.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in samples if line["kind"] == "train"] == [1] * 16 + [2] * 16
+    assert len([line for line in samples if line["kind"] == "eval"]) == 3 * 8
 
     summary = json.loads((started.run_dir / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "seconds", "steps", "time_split"} <= summary.keys()

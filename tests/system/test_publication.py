@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 from safetensors.torch import load_file
 
-from asyncrl.data.fleet import EngineState
+from asyncrl.data.fleet import EngineState, read_stamp
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
@@ -128,7 +128,7 @@ async def test_a_running_generation_goes_on_under_the_new_version_and_shows_no_t
         await publish_to(serving_fleet, second, transport, new)
     await transport.aclose()
 
-    spans = [(s["version"], s["start"], s["end"]) for s in answers[0]["meta_info"]["weight_versions"]]
+    spans = [(read_stamp(s["version"])[0], s["start"], s["end"]) for s in answers[0]["meta_info"]["weight_versions"]]
     assert [version for version, _, _ in spans] == [old, new]
     assert spans[0][1] == 0 and spans[0][2] == spans[1][1] and spans[1][2] == 300
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.data.fleet import EngineState
+from asyncrl.data.fleet import EngineState, read_stamp
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.weights.publication import PublicationLimits
@@ -64,7 +64,8 @@ class Generation:
 
     @property
     def spans(self) -> list[tuple[str, int, int]]:
-        return [(run["version"], run["start"], run["end"]) for run in self.answer["meta_info"]["weight_versions"]]
+        runs = self.answer["meta_info"]["weight_versions"]
+        return [(read_stamp(run["version"])[0], run["start"], run["end"]) for run in runs]
 
     @property
     def logprobs(self) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.sample import VersionSpan
 
 
 def make_batch(
@@ -23,7 +24,7 @@ def make_batch(
 ) -> RolloutBatch:
     """`lengths` are (prompt, response) tokens of each sample; what is not given is random, seeded by `rollout_id`.
 
-    `logprobs` and `loss_mask` are those of the response tokens alone.
+    `logprobs` and `loss_mask` are those of the response tokens alone. All were made by the weights before the step.
     """
     generator = torch.Generator().manual_seed(rollout_id)
     count = len(lengths)
@@ -52,7 +53,7 @@ def make_batch(
         group_ids=tuple(f"group-{g}" for g in range(int(index.max()) + 1)),
         sample_ids=tuple(f"sample-{i}" for i in range(count)),
         truncated=torch.zeros(count, dtype=torch.bool),
-        versions=((),) * count,
+        versions=tuple((VersionSpan(f"0.{rollout_id}", p, p + r),) for p, r in lengths),
         temperature=temperature,
     )
 

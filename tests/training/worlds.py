@@ -94,13 +94,16 @@ class ScriptedBackend:
     def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:
         token_sum = self._together("forward_backward", float(batch.tokens.sum()))
         calls = float(len(self.calls))
-        agreement = {"logprob_diff": 0.0} if loss.compare else {}
-        sums = {"loss": 0.0, "tokens": float(batch.loss_mask.sum()), **agreement}
+        threads = torch.tensor(float(torch.get_num_threads()))
+        dist.all_reduce(threads)
+        largest = {} if loss.current is None else {"logprob_diff": 0.0, "policy_moved": 0.0}
+        counts = {f"{name}_tokens": 0.0 for name in largest}
+        sums = {"loss": 0.0, "tokens": float(batch.loss_mask.sum()), **largest, **counts}
         columns = {
             f"column_sum.{name}": self._together(f"column {name}", float(column.sum()))
             for name, column in sorted(batch.columns.items())
         }
-        return Tally(sums, {"token_sum": token_sum, "calls": calls, **columns, **agreement})
+        return Tally(sums, {"token_sum": token_sum, "calls": calls, "threads": float(threads), **columns, **largest})
 
     def grad_norm(self) -> float:
         return self._together("grad_norm")

@@ -197,6 +197,20 @@ async def test_survivors_are_served_inside_the_same_transaction(
     assert [e["kind"] for e in events.recent] == ["weight_transfer_failed", "weights_published"]
 
 
+async def test_who_suffered_gets_the_weights_although_others_hold_them_already(
+    fleet: AccountingFleet, source: ThreadSource, events: EventLog
+) -> None:
+    broken = TransferResult(1000, {"engine-1": GONE, "engine-2": COLLATERAL})
+    transport = ScriptedTransport([broken])
+    report = await run(fleet, source, transport, events)
+    assert transport.asked == [("engine-0", "engine-1", "engine-2"), ("engine-2",)]
+    assert report.engines == ("engine-0", "engine-2") and fleet.lost.keys() == {"engine-1"}
+
+    transport = ScriptedTransport([TransferResult(1000, {"engine-2": COLLATERAL})] * 2)
+    report = await run(fleet, source, transport, events, version="0.2")
+    assert report.engines == ("engine-0",), "what engines hold is published, whatever comes of the others"
+
+
 async def test_engines_that_hold_everything_are_not_sent_it_twice(
     fleet: AccountingFleet, source: ThreadSource, events: EventLog
 ) -> None:
@@ -242,6 +256,8 @@ async def test_engines_keep_what_they_hold_when_no_tensor_was_sent(
 def test_who_is_tried_again(kinds: Mapping[int, EngineFailure], again: tuple[int, ...]) -> None:
     result = TransferResult(0, {f"engine-{i}": failure for i, failure in kinds.items()}, "broken")
     assert [e.engine_id for e in engines_to_retry(ENGINES, result)] == [f"engine-{i}" for i in again]
+    suffered = [f"engine-{i}" for i, failure in kinds.items() if failure is COLLATERAL]
+    assert [e.engine_id for e in engines_to_retry(ENGINES, result, complete=True)] == suffered
 
 
 async def test_a_transport_that_leaves_a_copy_is_not_copied_a_second_time(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +21,9 @@ from asyncrl.errors import WeightUpdateError
 from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.transfer import BucketFiller, TransferFault, Transport
-from asyncrl.weights.transports import broadcast, make_transport
-from asyncrl.weights.transports.broadcast import BroadcastTransport, is_flattened
+from asyncrl.weights.transports import make_transport
+from asyncrl.weights.transports.broadcast import BroadcastTransport
+from asyncrl.weights.transports.broadcast_sink import is_flattened
 from asyncrl.weights.transports.disk import DiskTransport
 from asyncrl.weights.transports.tensor import TensorTransport
 from tests.scripted import Fault, ScriptedEngine, die, hang, instead, refuse
@@ -177,7 +177,7 @@ async def test_small_tensors_share_a_message_and_large_ones_do_not(source: Threa
     await transport.aclose()
 
 
-async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when_not(
+async def test_a_group_is_kept_while_its_engine_is_the_same_and_rebuilt_when_not(
     source: ThreadSource, start: Start
 ) -> None:
     first, second = await start("engine-0"), await start("engine-1")
@@ -185,118 +185,126 @@ async def test_the_group_is_kept_while_the_engines_are_the_same_and_rebuilt_when
     transport = make_broadcast()
     await transport.transfer(source, source.payload, endpoints([first, second]))
     await transport.transfer(source, source.payload, endpoints([first, second]))
-    assert len(first.joined) == 1
-
     await transport.transfer(source, source.payload, endpoints([first, reborn]))
-    assert len(set(first.joined)) == 2 and reborn.joined == first.joined[1:]
-    assert first.engine.weights.groups.keys() == {first.joined[1]}, "the old group was destroyed"
+    assert [len(peer.joined) for peer in (first, second, reborn)] == [1, 1, 1], "the first engine's group is as before"
     assert_equal(reborn, source.tensors)
     await transport.aclose()
 
 
+async def test_an_engine_leaves_the_group_that_the_trainer_left_before_it_joins_the_next(
+    source: ThreadSource, start: Start
+) -> None:
+    engine, transport = await start(), make_broadcast()
+    await transport.transfer(source, source.payload, endpoints([engine]))
+    await transport.abandon(endpoints([engine]))
+    await transport.transfer(source, source.payload, endpoints([engine]))
+    assert len(set(engine.joined)) == 2 and engine.engine.weights.groups.keys() == {engine.joined[1]}
+    await transport.aclose()
+
+
+async def test_an_engine_that_goes_on_after_the_job_keeps_no_group_of_it(source: ThreadSource, start: Start) -> None:
+    own, external = await start("engine-0"), await start("engine-1")
+    engines = [own.endpoint, replace(external.endpoint, external=True)]
+    transport = make_broadcast()
+    await transport.transfer(source, source.payload, engines)
+    await transport.aclose()
+    assert not external.engine.weights.groups and external.joined
+    assert "destroy_weights_update_group" not in own.engine.calls, "its process ends with the job"
+
+
 @pytest.mark.parametrize("step", ["before", "after"])
 @pytest.mark.parametrize("bucket", [0, 2])
-async def test_a_dead_engine_fails_alone_and_the_survivor_can_be_served_at_once(
-    step: str, bucket: int, source: ThreadSource, start: Start
+@pytest.mark.parametrize("position", [0, 1, 2])
+async def test_a_dead_engine_fails_alone(
+    step: str, bucket: int, position: int, source: ThreadSource, start: Start
 ) -> None:
-    survivor, victim = await start("engine-0"), await start("engine-1")
-    transport = make_broadcast(timeout_s=1.0)
+    engines = [await start(f"engine-{number}") for number in range(3)]
+    victim, survivors = engines[position], [*engines[:position], *engines[position + 1 :]]
+    transport = make_broadcast()
     victim.script(die(RECEIVE, when=step, nth=bucket + 1))
-    result = await transport.transfer(source, source.payload, endpoints([survivor, victim]))
-
-    assert result.failures["engine-1"].kind is TransferFault.GONE
-    assert result.failures.get("engine-0") is None or result.failures["engine-0"].kind is TransferFault.COLLATERAL
-    assert source.exported == len(source.tensors), "the export was drained"
-
-    await transport.abandon(endpoints([survivor, victim]))
-    again = await transport.transfer(source, source.payload, endpoints([survivor]))
-    assert not again.failures and again.source_error is None
-    assert_equal(survivor, source.tensors)
+    result = await transport.transfer(source, source.payload, endpoints(engines))
+    assert {name: failure.kind for name, failure in result.failures.items()} == {
+        victim.endpoint.engine_id: TransferFault.GONE
+    }
+    assert result.source_error is None
+    assert source.exported == len(source.tensors)
+    for survivor in survivors:
+        assert_equal(survivor, source.tensors)
+    again = await transport.transfer(source, source.payload, endpoints(survivors))
+    assert not again.failures and all(len(survivor.joined) == 1 for survivor in survivors)
     await transport.aclose()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_an_engine_that_refuses_a_bucket_is_told_apart_from_the_one_that_suffers(
+async def test_an_engine_that_refuses_a_bucket_takes_nothing_from_the_others(
     when: str, source: ThreadSource, start: Start
 ) -> None:
-    good, refusing = await start("engine-0"), await start("engine-1")
-    transport = make_broadcast()
-    refusing.script(refuse(RECEIVE, when=when, nth=2))
-    with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
-        result = await transport.transfer(source, source.payload, endpoints([good, refusing]))
-    assert result.failures["engine-1"].kind is TransferFault.REFUSED
-    assert "engine-0" not in result.failures or result.failures["engine-0"].kind is TransferFault.COLLATERAL
-    assert source.exported == len(source.tensors)
-    await transport.aclose()
-
-
-async def test_an_engine_that_refuses_the_last_bucket_takes_nothing_from_the_others(
-    source: ThreadSource, start: Start
-) -> None:
-    good, refusing = await start("engine-0"), await start("engine-1")
-    transport = make_broadcast()
-    last = len(BucketFiller(source.payload.specs, BUCKET_BYTES).buckets) - 1
-    refusing.script(refuse(RECEIVE, when="after", nth=last + 1))
-    result = await transport.transfer(source, source.payload, endpoints([good, refusing]))
-    assert set(result.failures) == {"engine-1"} and result.source_error is None
-    assert_equal(good, source.tensors)
-    await transport.aclose()
+    buckets = len(BucketFiller(source.payload.specs, BUCKET_BYTES).buckets)
+    for nth in (2, buckets):
+        good, refusing = await start("engine-0"), await start("engine-1")
+        transport = make_broadcast()
+        refusing.script(refuse(RECEIVE, when=when, nth=nth))
+        with anyio.fail_after(5.0):  # far below the bucket timeout: nobody waits for it
+            result = await transport.transfer(source, source.payload, endpoints([good, refusing]))
+        assert {name: failure.kind for name, failure in result.failures.items()} == {"engine-1": TransferFault.REFUSED}
+        assert result.source_error is None
+        assert_equal(good, source.tensors)
+        await transport.aclose()
 
 
 def hurry(transport: BroadcastTransport, timeout_s: float) -> None:
     """From now on the trainer's end of the wire waits no longer for engines; called in the trainer thread."""
-    group = transport._group
-    assert group is not None
-    group._timeout, group._timeout_s = timedelta(seconds=timeout_s), timeout_s
+    transport._timeout_s = timeout_s
+    for link in transport._links.values():
+        link.group._timeout, link.group.timeout_s = timedelta(seconds=timeout_s), timeout_s
 
 
-async def test_a_hanging_engine_costs_one_bucket_timeout(
-    source: ThreadSource, start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bucket", ["second", "last"])
+async def test_a_hanging_engine_costs_one_bucket_timeout_and_the_others_get_everything(
+    bucket: str, source: ThreadSource, start: Start
 ) -> None:
-    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 1.0)
     good, hanging = await start("engine-0"), await start("engine-1")
     transport = make_broadcast()
-    hanging.script(hang(RECEIVE, nth=2))
-    second = len(BucketFiller(source.payload.specs, BUCKET_BYTES).buckets[0])
-    source.before_tensor = lambda number: hurry(transport, 0.5) if number == second else None
+    buckets = BucketFiller(source.payload.specs, BUCKET_BYTES).buckets
+    nth = 2 if bucket == "second" else len(buckets)
+    hanging.script(hang(RECEIVE, nth=nth))
+    at = sum(map(len, buckets[: nth - 1]))
+    source.before_tensor = lambda number: hurry(transport, 1.0) if number == at else None
     with anyio.fail_after(10.0):
         result = await transport.transfer(source, source.payload, endpoints([good, hanging]))
-    assert result.failures["engine-1"].kind is TransferFault.GONE
-    assert result.failures["engine-0"].kind is TransferFault.COLLATERAL
-    assert result.source_error is not None
-    assert source.exported == len(source.tensors)
+    assert {name: failure.kind for name, failure in result.failures.items()} == {"engine-1": TransferFault.GONE}
+    assert result.source_error is None
+    assert_equal(good, source.tensors)
     await transport.aclose()
 
 
 @pytest.mark.parametrize("how", ["refuse", "die", "hang"])
-async def test_a_group_that_does_not_form_touches_nobody(
-    how: str, source: ThreadSource, start: Start, monkeypatch: pytest.MonkeyPatch
+async def test_an_engine_that_does_not_join_keeps_no_other_from_the_weights(
+    how: str, source: ThreadSource, start: Start
 ) -> None:
-    monkeypatch.setattr(broadcast, "ANSWER_GRACE_S", 1.0)
     good, bad = await start("engine-0"), await start("engine-1")
-    transport = make_broadcast()
-
-    def hurry_once_the_good_one_has_come(what: str) -> None:
-        group = transport._group
-        if what == "weight transfer group" and group is not None and group._store is not None:
-            while group._store.num_keys() == 0:
-                time.sleep(0.001)
-            hurry(transport, 0.5)
-
-    source.before_call = hurry_once_the_good_one_has_come
+    transport = make_broadcast(timeout_s=1.0 if how == "hang" else 60.0)
     bad.script({"refuse": refuse, "die": die, "hang": hang}[how](JOIN))
     with anyio.fail_after(10.0):
         result = await transport.transfer(source, source.payload, endpoints([good, bad]))
-    assert not result.touched and result.source_error is not None
-    assert result.failures["engine-1"].kind is (TransferFault.REFUSED if how == "refuse" else TransferFault.GONE)
-    assert result.failures["engine-0"].kind is TransferFault.COLLATERAL, "it is let go at once, and may be tried again"
-    assert source.exported == 0
-    await transport.abandon(endpoints([good, bad]))
+    expected = TransferFault.REFUSED if how == "refuse" else TransferFault.GONE
+    assert {name: failure.kind for name, failure in result.failures.items()} == {"engine-1": expected}
+    assert result.touched and result.source_error is None
+    assert_equal(good, source.tensors)
+    await transport.aclose()
 
-    patient = make_broadcast()
-    again = await patient.transfer(source, source.payload, endpoints([good]))
+
+async def test_engines_are_touched_only_where_one_has_joined(source: ThreadSource, start: Start) -> None:
+    engines = [await start("engine-0"), await start("engine-1")]
+    for engine in engines:
+        engine.script(refuse(JOIN))
+    transport = make_broadcast()
+    result = await transport.transfer(source, source.payload, endpoints(engines))
+    assert not result.touched and result.source_error is not None and set(result.failures) == {"engine-0", "engine-1"}
+    assert source.exported == 0
+    again = await transport.transfer(source, source.payload, endpoints(engines))
     assert not again.failures
-    await patient.aclose()
+    await transport.aclose()
 
 
 async def test_an_engine_that_refuses_the_group_is_not_waited_for(source: ThreadSource, start: Start) -> None:

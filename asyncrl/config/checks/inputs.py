@@ -20,6 +20,7 @@ from asyncrl.config.checks.named_code import (
     reward_problems,
     source_problems,
 )
+from asyncrl.config.checks.trackers import tracker_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.sections.data import DataConfig
@@ -55,13 +56,14 @@ def input_problems(config: Config) -> Iterator[Problem]:
     yield from _template_problems(config)
     yield from filter_problems(config.rollout.filters)
     yield from algorithm_problems(config.train)
+    yield from tracker_problems(config.track)
     for key, source, needed in _sources(config):
         if not needed:
             continue
         if not source:
             yield Problem(
                 key,
-                "is not set; give a .jsonl or .parquet file, a dataset directory, reasoning_gym:TASK or "
+                "is not set; give a file (.jsonl, .json, .csv, .parquet), a dataset directory, reasoning_gym:TASK or "
                 "package.module:function",
             )
         elif is_generated(source):
@@ -107,12 +109,18 @@ def _template_problems(config: Config) -> Iterator[Problem]:
     for key, data in sources:
         if data is not None and data.chat_template is True:
             yield Problem(f"{key}.chat_template", f"the tokenizer in {config.model.path} has no chat template")
-        elif data is not None and data.system_prompt is not None and data.chat_template == "auto":
-            yield Problem(
-                f"{key}.system_prompt",
-                f"has no place in plain prompts, and the tokenizer in {config.model.path} has no chat template; take "
-                "it out, or write it into the prompts",
-            )
+        elif data is not None and data.chat_template == "auto":
+            yield from _without_place(data, key, f"the tokenizer in {config.model.path} has no chat template")
+
+
+def _without_place(data: DataConfig, key: str, why: str) -> Iterator[Problem]:
+    if data.system_prompt is not None:
+        yield Problem(
+            f"{key}.system_prompt",
+            f"has no place in plain prompts, and {why}; take it out, or write it into the prompts",
+        )
+    if data.chat_template_args:
+        yield Problem(f"{key}.chat_template_args", f"have no effect, because {why}; take them out")
 
 
 def _has_chat_template(path: Path) -> bool | None:

@@ -15,6 +15,7 @@ from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
 from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS, function_problems
+from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
 from asyncrl.config.checks.staleness import least_staleness
@@ -25,6 +26,10 @@ from asyncrl.config.sections.data import DataConfig
 
 _AGENT_GRACE_S = 30.0
 """From the signal that torchrun passes on to its ranks until it kills them."""
+_FILES_PER_REQUEST = 2
+"""Sockets of the router for a request in flight: one to the client, one to the engine."""
+_OTHER_FILES = 128
+"""What a router or a driver opens beside its requests; 30 to 60 counted."""
 
 
 def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
@@ -60,6 +65,7 @@ def config_warnings(config: Config) -> Iterator[str]:
     for package, keys in passed_on.items():
         if keys and (warning := unchecked_warning(keys, package)) is not None:
             yield warning
+    yield from settings_without_effect(config)
 
 
 def _sampling_problems(config: Config) -> Iterator[Problem]:
@@ -219,11 +225,13 @@ def _data_problems(config: Config) -> Iterator[Problem]:
     if config.eval.data is not None:
         sources.append(("eval.data", config.eval.data))
     for key, data in sources:
-        if data.system_prompt is not None and data.chat_template is False:
-            yield Problem(
-                f"{key}.system_prompt",
-                f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
-            )
+        given = {"system_prompt": data.system_prompt is not None, "chat_template_args": bool(data.chat_template_args)}
+        for name, is_given in given.items():
+            if is_given and data.chat_template is False:
+                yield Problem(
+                    f"{key}.{name}",
+                    f"has no effect without a chat template; take it out, or set {key}.chat_template to auto or true",
+                )
 
 
 def _parallel_problems(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
@@ -283,6 +291,15 @@ def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             "run.stop_grace_s",
             f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
             "signal; use less",
+        )
+    concurrency = config.rollout.concurrency
+    needed = _FILES_PER_REQUEST * concurrency + _OTHER_FILES
+    if machine.open_files is not None and machine.open_files < needed and not config.debug.train_only:
+        most = max(1, (machine.open_files - _OTHER_FILES) // _FILES_PER_REQUEST)
+        yield Problem(
+            "rollout.concurrency",
+            f"{concurrency} requests in flight need {needed} open files in the router, and this machine allows a "
+            f"process {machine.open_files}: raise the hard limit (ulimit -Hn, LimitNOFILE=), or use at most {most}",
         )
     if config.engine.cpus is not None:
         absent = sorted(set(config.engine.cpus) - set(machine.cpus))

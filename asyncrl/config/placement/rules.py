@@ -33,6 +33,7 @@ from asyncrl.config.layout import (
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.gpus import Share, by_node, gpus_beside, gpus_for_trained, shares
 from asyncrl.config.placement.limits import machine_problems, trained_problems, unhosted_problems
+from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.problems import InvalidConfigError, Problems
 from asyncrl.config.root import Config
 from asyncrl.errors import EngineError
@@ -89,6 +90,7 @@ def derive_layout(
         beside=served,
         rewards=RewardPlacement(0 if trainer_alone else config.reward.workers, DRIVER_NODE),
         hosts=tuple(HostPlacement(node) for node in range(machine.nodes) if node in hosted),
+        threads=threads_on_cpu(machine, sum(e.tensor_parallel for e in engines)) if machine.device == "cpu" else None,
     )
     return layout, problems
 

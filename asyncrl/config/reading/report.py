@@ -36,6 +36,8 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
         role = f"{'driver and trainer' if trainer.rank == 0 else 'trainer'}, model copy {copy} part {part}"
         if config.debug.rollout_only:
             role = "driver" if trainer.rank == 0 else "leaves at once: there is no trainer"
+        elif layout.threads is not None:
+            role += f", {_threads(layout)}"
         gpus = () if trainer.gpu is None or config.debug.rollout_only else (trainer.gpu,)
         add(f"rank {trainer.rank}", trainer.node, gpus, role, with_node=bool(gpus) or layout.nodes > 1)
     for host in layout.hosts:
@@ -48,7 +50,8 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
     for engine in layout.engines:
         shared = ", shares its GPU with the trainer" if engine.colocated else ""
         cores = f", cores {','.join(map(str, config.engine.cpus))}" if config.engine.cpus is not None else ""
-        what = f"tensor parallel {engine.tensor_parallel}, weights by {engine.transport}{shared}{cores}"
+        threads = "" if layout.threads is None else f", {layout.threads.engine} thread(s) a rank"
+        what = f"tensor parallel {engine.tensor_parallel}, weights by {engine.transport}{shared}{cores}{threads}"
         add(engine.engine_id, engine.node, engine.gpus, what)
     lines.extend(
         f"  {external.engine_id:<12} {external.url}, not started here, weights by {external.transport}"
@@ -66,3 +69,10 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
         where = f"node {node} " if layout.nodes > 1 else ""
         lines.append(f"  unused: {where}GPU {', '.join(map(str, indices))}")
     return lines
+
+
+def _threads(layout: ProcessLayout) -> str:
+    """`2 thread(s), 1 where engines generate meanwhile`."""
+    alone, beside = (layout.trainer_threads(beside_engines=beside) for beside in (False, True))
+    also = f", {beside} where engines generate meanwhile" if layout.engines and beside != alone else ""
+    return f"{alone} thread(s){also}"

@@ -13,7 +13,8 @@ class DebugConfig(Section):
     """Half a job, to find out which half is at fault."""
 
     save_rollouts: bool = False
-    """Keep every batch as the trainer gets it, in rollouts/ of the run directory: a .safetensors and a .json file."""
+    """Keep every batch as the trainer gets it, in rollouts/ of the run directory: a .safetensors file, and a .json file
+    that also holds prompts, answers and responses as text."""
 
     train_only: bool = False
     """No engines and no rewards: train on the batches in debug.load_rollouts, from the step where training begins to

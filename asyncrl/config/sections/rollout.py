@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     """Always sample max_new_tokens tokens. (The engine then ignores all stop tokens too.)"""
 
     concurrency: int = Field(default=256, ge=1)
-    """Requests in flight at once."""
+    """Requests in flight at once. Each takes two open files of the router."""
 
     adaptive_concurrency: bool = False
     """Keep fewer than that in flight while engines queue requests or run out of KV memory: fewer when an engine is

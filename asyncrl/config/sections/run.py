@@ -16,7 +16,7 @@ class RunConfig(Section):
     """Where a run writes, how it shows itself and how it ends."""
 
     dir: Path = Path("runs/run")
-    """Run directory: config, metrics.jsonl, events.jsonl, logs/, export/, summary.json."""
+    """Run directory: config, metrics.jsonl, events.jsonl, samples.jsonl, logs/, export/, summary.json."""
 
     if_exists: Literal["error", "new", "overwrite", "resume"] = "error"
     """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), erase the old

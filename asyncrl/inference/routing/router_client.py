@@ -145,5 +145,5 @@ class RouterClient:
 def _decode(call: str, raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineError(f"router: {call}: {error}: {raw[:300].decode(errors='replace')}") from error

@@ -17,7 +17,9 @@ from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
+from msgspec.structs import force_setattr
 
+from asyncrl.data.fleet import read_stamp, stamp_of
 from asyncrl.errors import EngineError
 from asyncrl.observability.waits import waiting
 from asyncrl.weights.buckets import TensorSpec
@@ -50,6 +52,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     model_path: str
     weight_version: str
+    """Without the engine's id, which follows it in the engine's stamp."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "weight_version", read_stamp(self.weight_version)[0])
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -67,6 +73,9 @@ class VersionRun(msgspec.Struct, frozen=True):
     start: int
     end: int
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "version", read_stamp(self.version)[0])
+
 
 class GenerationMeta(msgspec.Struct, frozen=True):
     """How an answer of /generate was made."""
@@ -75,6 +84,9 @@ class GenerationMeta(msgspec.Struct, frozen=True):
     completion_tokens: int
     finish_reason: dict[str, Any] | None = None
     weight_versions: tuple[VersionRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "weight_version", read_stamp(self.weight_version)[0])
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
@@ -178,8 +190,8 @@ class EngineApi:
         return self._decode("/server_info", await self._call("GET", "/server_info", None, timeout_s), ServerInfo)
 
     async def set_version(self, version: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Stamps every token generated from now on with `version`; running requests go on."""
-        body = {"new_version": version, "abort_all_requests": False}
+        """Stamps every token generated from now on with `version` and this engine's id; running requests go on."""
+        body = {"new_version": stamp_of(version, self.engine_id), "abort_all_requests": False}
         await self._command("/update_weight_version", body, timeout_s)
 
     # weights
@@ -306,7 +318,7 @@ class EngineApi:
     def _decode(self, endpoint: str, raw: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(raw, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineRequestError(self.engine_id, endpoint, f"{error}: {_excerpt(raw)}", 200) from error
 
 

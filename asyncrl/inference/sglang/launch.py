@@ -75,12 +75,13 @@ def _is_negatable(name: str) -> bool:
 
 
 def engine_environment(
-    placement: EnginePlacement, *, device: Device, cores: tuple[int, ...], scratch: Path
+    placement: EnginePlacement, *, threads: int | None, cores: tuple[int, ...], scratch: Path
 ) -> dict[str, str]:
     """Variables of an engine's environment on top of the host's.
 
-    The engine may use `cores`. On CPU its sockets and temporary files lie in `scratch`, so that they go with the job.
-    On GPU the temporary directory also holds compile caches, which are worth keeping.
+    On CPU each rank computes with so many `threads` (None: an engine on GPUs) on `cores`. Its sockets and temporary
+    files lie in `scratch`, so that they go with the job. On GPU the temporary directory also holds compile caches,
+    which are worth keeping.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": placement.visible_devices,
@@ -95,12 +96,11 @@ def engine_environment(
         # The job's servers bind to loopback; so does the wire of its weights.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if device == "cpu":
+    if threads is not None:
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
             "TMPDIR": str(scratch),
-            # More threads per engine cost throughput on small models, and two engines then collapse (17 x).
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(threads),
             # A crash must end the process at once: there is no GPU to dump, and the stacks are not read.
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",

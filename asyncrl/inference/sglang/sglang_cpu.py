@@ -23,6 +23,12 @@ class AnyCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sgla
         """PyTorch's own attention, which every CPU has."""
         return "torch_native"
 
+    def init_backend(self) -> None:
+        """Called in each worker, before it builds its attention."""
+        from asyncrl.inference.sglang.cpu_attention import take_the_place_of_torch_native
+
+        take_the_place_of_torch_native()
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         """False: memory is pinned for transfers to a GPU."""
         return False

@@ -1,8 +1,8 @@
 """How many requests are in flight, by the load of the engines: additive increase, multiplicative decrease.
 
 An engine that has more requests than it has slots or memory for queues them, or takes their KV away and computes it
-again. Neither yields a token; requests then grow stale in a queue, and deadlines run. `ConcurrencyPolicy` is pure;
-`adapt` reads the figures of the engines and applies it.
+again. Neither yields a token; requests then grow stale in a queue, and deadlines run. `ConcurrencyPolicy` and
+`LoadMeter` are pure; `look` reads the figures of the engines, and applies the one and tells the other.
 
 Invariants
 - The limit stays within [least, most], whatever engines report.
@@ -67,22 +67,55 @@ class ConcurrencyPolicy:
         return None
 
 
-async def adapt(
-    slots: Slots,
-    policy: ConcurrencyPolicy,
-    control: EngineQueries,
+class LoadMeter:
+    """The load of the engines between two deliveries."""
+
+    def __init__(self) -> None:
+        """Nobody has looked."""
+        self._seen: list[EngineLoad] = []
+        self._taken = False
+
+    def add(self, loads: Sequence[EngineLoad]) -> None:
+        """The engines at one look."""
+        if self._taken and loads:
+            self._seen, self._taken = [], False
+        self._seen += loads
+
+    def take(self) -> dict[str, float]:
+        """Figures by name (of `RolloutMetrics`) over the looks since the last call; where there was none since, over
+        those before it; empty before the first look."""
+        self._taken = True
+        seen = self._seen
+        if not seen:
+            return {}
+        return {
+            "engine_running_mean": sum(load.running for load in seen) / len(seen),
+            "engine_queue_mean": sum(load.waiting for load in seen) / len(seen),
+            "engine_queue_max": max(load.waiting for load in seen),
+            "engine_kv_use_max": max(load.token_usage for load in seen),
+        }
+
+
+async def look(
+    engines: EngineQueries,
     clock: EngineClock,
+    meter: LoadMeter,
+    slots: Slots,
+    policy: ConcurrencyPolicy | None,
     *,
     on_lowered: Callable[[ConcurrencyLowered], None],
 ) -> None:
-    """Keeps the limit of `slots` as the policy says, until cancelled."""
+    """Looks at the engines until cancelled: tells `meter`, and keeps the limit of `slots` as `policy` says."""
     while True:
         pauses = clock.pauses
         await anyio.sleep(INTERVAL_S)
         if clock.paused or clock.pauses != pauses:
             continue
-        loads = await control.loads()
+        loads = await engines.loads()
         if clock.pauses != pauses:
+            continue
+        meter.add(loads)
+        if policy is None:
             continue
         before = slots.limit
         slots.limit, reason = policy.after(before, slots.in_use, loads)

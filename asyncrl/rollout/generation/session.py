@@ -28,14 +28,13 @@ class EncodedPrompt:
     """int32 [tokens] of the prompt."""
     input_ids: msgspec.Raw
     """The same as a JSON array."""
-    sampling_params: msgspec.Raw
-    """A JSON object."""
+    sampling: SamplingParams
     vocab_size: int
 
     @classmethod
     def of(cls, token_ids: NDArray[np.int32], sampling: SamplingParams, vocab_size: int) -> EncodedPrompt:
         """Raises ValueError for an id outside the vocabulary, and for no ids."""
-        return cls(token_ids, encode_prompt(token_ids, vocab_size), sampling.encode(), vocab_size)
+        return cls(token_ids, encode_prompt(token_ids, vocab_size), sampling, vocab_size)
 
 
 class Session:
@@ -66,7 +65,7 @@ class Session:
         else:
             await self._slots.acquire(self.sample_id)
         try:
-            generation = await self._client.generate(self.sample_id, input_ids, prompt.sampling_params, turn=turn)
+            generation = await self._client.generate(self.sample_id, input_ids, prompt.sampling, turn=turn)
         finally:
             self._slots.give_back()
         self._exchanges.append(Exchange(token_ids, generation))

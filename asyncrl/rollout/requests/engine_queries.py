@@ -149,5 +149,5 @@ class EngineQueries:
 def _decode(raw: bytes | None, kind: type[T]) -> T | None:
     try:
         return None if raw is None else msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -9,8 +9,10 @@ Invariants
 - An attempt that ended without an answer is given up (`RequestObserver.given_up`): an engine may still work on it.
 - What an aborted attempt had generated becomes part of the answer, where it is to be kept (`partial.py`).
 - While the client is held it sends nothing, repeated attempts included.
-- Once weights of a step were published, an answer made by weights without a step is a failure: an engine that was just
-  started again must not be asked before it holds what was published.
+- What cannot have been sampled is not believed (`answers.py`): it is a failure, counted by defect and engine, and the
+  request is sent again. Once weights of a step were published, that holds for each token made by weights that this
+  client was never told of, and by weights older than those of the token before it. An engine is stamped with new
+  weights while it is paused, so an answer that comes with news in a pause is judged at the end of the pause.
 - One HTTP session, whose pool is as large as the number of requests in flight: a smaller one would queue them unseen.
 """
 
@@ -29,22 +31,20 @@ from typing import Literal, Protocol
 import aiohttp
 import anyio
 import msgspec
+import structlog
 from msgspec.structs import replace
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.data.staleness import step_of
 from asyncrl.rollout.group_events import RequestFailed
+from asyncrl.rollout.requests.answers import Asked, AttemptFailed, Defect, decode_answer
 from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.partial import Detokenize, PartialRollout
 from asyncrl.rollout.requests.retry import RequestFault, RetryHistory, RetryPolicy, parse_retry_after
-from asyncrl.rollout.requests.wire import (
-    AttemptFailed,
-    Generation,
-    attribute_steps_in_flight,
-    decode_answer,
-    encode_request,
-)
+from asyncrl.rollout.requests.wire import Generation, SamplingParams, attribute_steps_in_flight, encode_request
 from asyncrl.tasks import Changes
+
+_log = structlog.get_logger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0  # loopback or cluster network: a connection that takes longer will not come
 _KEEPALIVE_S = (
@@ -119,6 +119,8 @@ class ClientStatistics:
     failed: int
     """Requests given up."""
     failed_attempts: Mapping[RequestFault, int]
+    malformed: Mapping[tuple[Defect, str], int]
+    """Answers that cannot have been sampled, by defect and id of the engine (empty where it is not known)."""
 
 
 class GenerateClient:
@@ -140,6 +142,8 @@ class GenerateClient:
         self._published: str | None = None
         self._by_step = False
         """Whether published versions name a step."""
+        self._publications: dict[str, int] = {}
+        """All versions that were published, with their places in that order."""
         self._on_the_wire: set[str] = set()
         self._answers = Changes()
         self._held = 0
@@ -150,6 +154,7 @@ class GenerateClient:
         self._completed = 0
         self._failed = 0
         self._failed_attempts: Counter[RequestFault] = Counter()
+        self._malformed: Counter[tuple[Defect, str]] = Counter()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=options.concurrency, keepalive_timeout=_KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -170,7 +175,9 @@ class GenerateClient:
 
     def statistics(self) -> ClientStatistics:
         """Counts since the client was made."""
-        return ClientStatistics(self._in_flight, self._completed, self._failed, dict(self._failed_attempts))
+        return ClientStatistics(
+            self._in_flight, self._completed, self._failed, dict(self._failed_attempts), dict(self._malformed)
+        )
 
     @property
     def on_the_wire(self) -> frozenset[str]:
@@ -185,6 +192,7 @@ class GenerateClient:
     def published(self, version: str) -> None:
         """Engines hold `version` now."""
         self._published = version
+        self._publications.setdefault(version, len(self._publications))
         self._by_step = step_of(version) is not None
 
     @contextmanager
@@ -198,12 +206,12 @@ class GenerateClient:
             self._released.notify()
 
     async def generate(
-        self, sample_id: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, *, turn: int = 0
+        self, sample_id: str, input_ids: msgspec.Raw, sampling: SamplingParams, *, turn: int = 0
     ) -> Generation:
         """The answer to one request: that of number `turn` of a sample. Raises GenerationFailed."""
         self._in_flight += 1
         try:
-            generation = await self._until_answered(sample_id, turn, input_ids, sampling_params)
+            generation = await self._until_answered(sample_id, turn, input_ids, sampling)
         except GenerationFailed:
             self._failed += 1
             raise
@@ -213,7 +221,7 @@ class GenerateClient:
         return generation
 
     async def _until_answered(
-        self, sample_id: str, turn: int, input_ids: msgspec.Raw, sampling_params: msgspec.Raw
+        self, sample_id: str, turn: int, input_ids: msgspec.Raw, sampling: SamplingParams
     ) -> Generation:
         """Attempt after attempt. Raises GenerationFailed when the policy gives up."""
         history, attempt, detokenize = _UNTRIED, 0, self._options.detokenize
@@ -223,12 +231,12 @@ class GenerateClient:
                 generation = await self._attempt(
                     request_id(self._nonce, sample_id, turn, attempt),
                     input_ids if partial is None else partial.input_ids,
-                    sampling_params if partial is None else partial.sampling_params,
+                    sampling if partial is None else partial.sampling,
                     self._headers(sample_id, history.failures),
                 )
             except AttemptFailed as failure:
                 if detokenize is not None and failure.partial is not None:
-                    partial = partial or PartialRollout.begin(input_ids, sampling_params)
+                    partial = partial or PartialRollout.begin(input_ids, sampling)
                     partial = partial.extended(failure.partial)
                     if (end := partial.end) is not None:
                         return partial.whole(end, detokenize)
@@ -254,13 +262,13 @@ class GenerateClient:
         return {**_HEADERS, ROUTING_KEY_HEADER: f"{key}~{failures}" if failures else key}
 
     async def _attempt(
-        self, rid: str, input_ids: msgspec.Raw, sampling_params: msgspec.Raw, headers: Mapping[str, str]
+        self, rid: str, input_ids: msgspec.Raw, sampling: SamplingParams, headers: Mapping[str, str]
     ) -> Generation:
         while self._held:
             await self._released.wait()
         sent_under = self._published if self._options.keeps_kv else None
         extra_key = None if sent_under is None else f"{self._nonce}-{sent_under}"
-        request = encode_request(rid, input_ids, sampling_params, extra_key)
+        request = encode_request(rid, input_ids, sampling, extra_key)
         self._on_the_wire.add(rid)
         try:
             with self._clock.waiting("response", rid, self._options.timeout_s):
@@ -282,33 +290,58 @@ class GenerateClient:
             self._answers.notify()
         no_engine = response.status == 404 and response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
         try:
-            generation = decode_answer(503 if no_engine else response.status, body, self._options.vocab_size)
+            asked = Asked(rid, sampling, self._options.vocab_size)
+            generation = decode_answer(503 if no_engine else response.status, body, asked)
         except AttemptFailed as failure:
             failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))
             if failure.partial is not None:
-                failure.partial = self._made_by(failure.partial, sent_under)
+                failure.partial = await self._made_by(failure.partial, sent_under)
             raise
-        return self._made_by(generation, sent_under)
+        return await self._made_by(generation, sent_under)
 
-    def _made_by(self, generation: Generation, sent_under: str | None) -> Generation:
-        """With the weights that made each token; AttemptFailed for weights that were not published."""
-        if self._by_step:
-            for span in generation.versions:
-                if step_of(span.version) is None:
-                    made = f"tokens {span.start}-{span.end} were made by weights {span.version!r}"
-                    raise AttemptFailed(RequestFault.MALFORMED, f"{made}, which nobody published")
+    async def _made_by(self, generation: Generation, sent_under: str | None) -> Generation:
+        """With the weights that made each token; AttemptFailed for weights that cannot have made it."""
+        if (wrong := self._unpublished(generation)) is not None and self._clock.paused:
+            await self._clock.running()
+            wrong = self._unpublished(generation)
+        if wrong is not None:
+            raise AttemptFailed(RequestFault.MALFORMED, wrong, Defect.UNPUBLISHED, generation.engine)
         if not self._options.keeps_kv:
             return generation
         return replace(generation, versions=attribute_steps_in_flight(generation.versions, sent_under))
 
+    def _unpublished(self, generation: Generation) -> str | None:
+        """Which tokens weights made that were not published, or not in this order; None where all is well."""
+        if not self._by_step:
+            return None
+        newest = -1
+        for span in generation.versions:
+            number = self._publications.get(span.version, -1)
+            if number < newest or number < 0:
+                order = "" if number < 0 else f", after newer ones (published as number {newest})"
+                return f"tokens {span.start}-{span.end} by weights {span.version!r}{order}"
+            newest = number
+        return None
+
     def _report(self, sample_id: str, attempt: int, failure: AttemptFailed, *, retried: bool) -> None:
         self._failed_attempts[failure.kind] += 1
+        if failure.defect is not None:
+            source = (failure.defect, failure.engine)
+            self._malformed[source] += 1
+            if self._malformed[source] == 1:  # each further one is an event
+                _log.warning(
+                    "an answer is not believed: it cannot be what was sampled",
+                    engine=failure.engine or "unknown",
+                    sample=sample_id,
+                    reason=failure.detail,
+                )
         self._observer.failed(
             RequestFailed(
                 sample_id=sample_id,
                 request_attempt=attempt,
                 failure=failure.kind,
                 detail=failure.detail,
+                engine=failure.engine,
                 retried=retried,
             )
         )

@@ -7,18 +7,17 @@ their KV anew, so the log-prob of each token is exact for the weights that its v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.data.sample import FinishReason, VersionSpan
-from asyncrl.rollout.requests.wire import Generation
+from asyncrl.rollout.requests.wire import Generation, SamplingParams
 
 Detokenize = Callable[[NDArray[np.int32]], str]
-"""From ids, int32 [tokens], to text without special tokens."""
+"""From ids, int32 [tokens], to text without the end token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class PartialRollout:
 
     input_ids: msgspec.Raw
     """JSON array of the prompt and what was generated."""
-    sampling_params: msgspec.Raw
-    """JSON object, for the rest."""
+    sampling: SamplingParams
+    """For the rest."""
     output_ids: NDArray[np.int32]
     """int32 [tokens]"""
     logprobs: NDArray[np.float32]
@@ -36,18 +35,16 @@ class PartialRollout:
     versions: tuple[VersionSpan, ...]
 
     @classmethod
-    def begin(cls, input_ids: msgspec.Raw, sampling_params: msgspec.Raw) -> PartialRollout:
+    def begin(cls, input_ids: msgspec.Raw, sampling: SamplingParams) -> PartialRollout:
         """Nothing was generated yet."""
-        return cls(input_ids, sampling_params, np.empty(0, np.int32), np.empty(0, np.float32), ())
+        return cls(input_ids, sampling, np.empty(0, np.int32), np.empty(0, np.float32), ())
 
     def extended(self, piece: Generation) -> PartialRollout:
         """The response after one more attempt generated `piece`."""
-        sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
-        sampling["max_new_tokens"] -= len(piece.output_ids)
         ids = msgspec.json.encode(piece.output_ids.tolist())
         return PartialRollout(
             msgspec.Raw(bytes(self.input_ids)[:-1] + b"," + ids[1:]),
-            msgspec.Raw(msgspec.json.encode(sampling)),
+            replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(piece.output_ids)),
             np.concatenate([self.output_ids, piece.output_ids]),
             np.concatenate([self.logprobs, piece.logprobs]),
             self._with_spans(piece.versions),
@@ -56,10 +53,10 @@ class PartialRollout:
     @property
     def end(self) -> FinishReason | None:
         """How the response ended, where the abort came with its last token; None while there is more to generate."""
-        sampling: dict[str, Any] = msgspec.json.decode(self.sampling_params)
-        if len(self.output_ids) and int(self.output_ids[-1]) in sampling.get("stop_token_ids", ()):
+        sampling = self.sampling
+        if len(self.output_ids) and not sampling.ignore_eos and int(self.output_ids[-1]) in sampling.stop_token_ids:
             return "stop"
-        return None if sampling["max_new_tokens"] > 0 else "length"
+        return None if sampling.max_new_tokens > 0 else "length"
 
     def whole(self, finish_reason: FinishReason, detokenize: Detokenize) -> Generation:
         """The whole response, which has ended.

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,23 @@ _MOST_RUNNING = 2 * _SLOTS  # as many calls abandoned as are waited for: the fun
 Scores = tuple[Score, ...]
 
 
+class LatencyMeter:
+    """How long calls of the reward took between two deliveries."""
+
+    def __init__(self) -> None:
+        """No call has ended."""
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """A call has ended."""
+        self._seconds.append(seconds)
+
+    def take(self) -> dict[str, float]:
+        """Figures by name (of `RolloutMetrics`) over the calls since the last `take`; empty where there were none."""
+        taken, self._seconds = self._seconds, []
+        return {"reward_s_mean": sum(taken) / len(taken), "reward_s_max": max(taken)} if taken else {}
+
+
 class Scorer:
     """Scores samples with the configured function."""
 
@@ -47,6 +65,7 @@ class Scorer:
         self._timeout_s = config.timeout_s
         self.failures: Counter[str] = Counter()
         """How often each fault happened to a sample, by its first words."""
+        self.latency = LatencyMeter()
         self._slots = anyio.CapacityLimiter(_SLOTS)
         self._threads = anyio.CapacityLimiter(math.inf)  # a call that has a slot has a thread at once
         self._running: set[object] = set()
@@ -84,6 +103,7 @@ class Scorer:
 
     async def score_together(self, samples: Sequence[Sample], prompt: Prompt) -> Scores:
         """The scores of the samples of one call, in order; more than one only where the reward scores groups."""
+        began = time.monotonic()
         if self._pool is not None:
             scores = await self._pool.score(samples, prompt)
         elif self._function.runs is Runs.INLINE:
@@ -93,6 +113,7 @@ class Scorer:
         else:
             async with self._slots:
                 scores = await self._in_time(self._call_in_thread, samples, prompt)
+        self.latency.add(time.monotonic() - began)
         for score in scores:
             if score.failure is not None and is_fault(score.failure):
                 self.failures[score.failure.partition(":")[0][:80]] += 1

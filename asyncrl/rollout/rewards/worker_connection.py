@@ -52,7 +52,7 @@ class WorkerConnection:
             if size > LONGEST_ANSWER_BYTES:
                 raise Garbled(f"a frame of {size} bytes")
             return msgspec.msgpack.decode(await self._buffer.receive_exactly(size), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Garbled(str(error)) from error
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.EndOfStream) as error:
             raise WorkerDied from error

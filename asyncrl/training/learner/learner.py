@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NoReturn
 
@@ -29,9 +30,34 @@ from asyncrl.training.learner.backend import Backend
 from asyncrl.training.learner.collate import check_batch, trained_sequences
 from asyncrl.training.learner.packing import StepPlan, plan_steps
 from asyncrl.training.learner.schedule import learning_rate
-from asyncrl.training.learner.step_loss import StepLoss
+from asyncrl.training.learner.step_loss import AGREEMENT, MOVED, TOKENS, StepLoss, made_by_current_weights
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
+
+METRICS: Mapping[str, str] = {
+    "train/lr": "Learning rate of the step.",
+    "train/tokens": "Tokens in the batch, prompts included.",
+    "train/trained_tokens": "Tokens that the loss trained, once for each pass over the batch (train.batch_epochs).",
+    "train/updates": "Optimizer steps taken: train.minibatches x train.batch_epochs, less those that were skipped.",
+    "train/skipped_updates": 'Optimizer steps left out since loss or gradient were not finite (on_nonfinite = "skip").',
+    "train/grad_norm": "Norm of the gradient before it is clipped to train.grad_clip, mean over the optimizer steps.",
+    "train/loss": (
+        "Loss per trained token. That of GRPO says little about progress: on policy it is near 0 whatever is learned. "
+        "Look at the reward, the entropy and the gradient norm."
+    ),
+    "train/entropy": "Entropy of the policy in nat, mean over the trained tokens, at the sampling temperature.",
+    "train/logprob_diff_mean": (
+        "Trainer against engine: |log-prob of the trainer - log-prob of the engine|, mean over the tokens of the first "
+        "optimizer step that were made by the very weights which the trainer holds. In float32 under 1e-4; more says "
+        "that the engine computes another model. Absent where all tokens of the batch were made by older weights."
+    ),
+    "train/logprob_diff_max": "The largest of these differences.",
+    "train/policy_moved_mean": (
+        "The same over tokens made by older weights: how far the policy has moved since. Absent where there are none."
+    ),
+    "train/policy_moved_max": "The largest of these.",
+}
+"""What the figures of every step are; an algorithm adds its own."""
 
 
 class Learner:
@@ -53,8 +79,7 @@ class Learner:
 
         Returns:
             Metrics by name (`train/...`), the same on every rank: over all optimizer steps, so that
-            `train/trained_tokens` counts a token once in each pass. `train/logprob_diff_*` compares the trainer with
-            the engine over the tokens of the first optimizer step of the first pass, computed before it.
+            `train/trained_tokens` counts a token once in each pass. `METRICS` says what each is.
 
         Raises:
             NonFiniteError: on every rank, before the step's weights change; the batch is saved.
@@ -71,12 +96,15 @@ class Learner:
         )
         if self._algorithm.needs.old_logprobs:
             batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: self.logprobs(batch)})
-        loss = StepLoss(batch, self._algorithm, compare=self._algorithm.needs.engine_logprobs)
+        current = None
+        if self._algorithm.needs.engine_logprobs:
+            current = made_by_current_weights(batch, keeps_kv=self._config.weights.on_update == "in_place")
+        loss = StepLoss(batch, self._algorithm, current)
         return self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
 
     def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One optimizer step of cross entropy on the responses, at learning rate `lr` and temperature 1; as `train`."""
-        return self._run(StepLoss(batch, SFT, compare=False), lr, minibatches=1, epochs=1)
+        return self._run(StepLoss(batch, SFT, current=None), lr, minibatches=1, epochs=1)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Log-probs of sampled tokens at the batch's temperature.
@@ -106,17 +134,16 @@ class Learner:
         batch, backend = loss.batch, self.backend
         check_batch(batch, backend.vocab_size)
         plans = self._plan(batch, trained_sequences(batch), minibatches=minibatches) * epochs
-        total, norms, agreement = Tally(), list[float](), dict[str, float]()
+        total, norms, compared = Tally(), list[float](), dict[str, float]()
         for number, plan in enumerate(plans):
-            step_loss = replace(loss, compare=loss.compare and number == 0)
+            step_loss = loss if number == 0 else replace(loss, current=None)  # the weights have moved since
             tally = backend.forward_backward(batch, plan.ranks[self._layout.data_parallel_rank], step_loss)
             grad_norm = backend.grad_norm()
             if math.isfinite(tally.sums["loss"]) and math.isfinite(grad_norm):
                 backend.step(lr, grad_norm)
                 norms.append(grad_norm)
-                if step_loss.compare:
-                    agreement["logprob_diff_mean"] = tally.sums.pop("logprob_diff") / tally.sums["tokens"]
-                    agreement["logprob_diff_max"] = tally.maxima.pop("logprob_diff")
+                if step_loss.current is not None:
+                    compared = _compared(tally)
                 total.add(tally)
             elif self._config.train.on_nonfinite == "stop":
                 self._stop(batch, plan, number, tally.sums["loss"], grad_norm)
@@ -130,7 +157,7 @@ class Learner:
             **({"grad_norm": sum(norms) / len(norms)} if norms else {}),
             **{name: value / trained for name, value in total.sums.items()},  # a step that trained nothing has none
             **total.maxima,
-            **agreement,
+            **compared,
         }
         return {f"train/{name}": value for name, value in metrics.items()}
 
@@ -156,3 +183,13 @@ class Learner:
             f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; {saved}. "
             f'Lower train.lr or train.grad_clip, or set train.on_nonfinite = "skip" to go on without such steps'
         )
+
+
+def _compared(tally: Tally) -> dict[str, float]:
+    """Takes out of `tally` what was compared with the engine: mean and maximum of each figure that has tokens."""
+    compared: dict[str, float] = {}
+    for name in (AGREEMENT, MOVED):
+        total, tokens, largest = tally.sums.pop(name), tally.sums.pop(name + TOKENS), tally.maxima.pop(name)
+        if tokens:
+            compared |= {f"{name}_mean": total / tokens, f"{name}_max": largest}
+    return compared

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.algorithm import TokenInputs
-from asyncrl.algorithms.chosen import ChosenAlgorithm
+from asyncrl.algorithms.chosen import ChosenAlgorithm, token_staleness
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.training.learner.collate import PackedTokens
 from asyncrl.training.learner.tally import Tally
+
+AGREEMENT = "logprob_diff"
+"""Figure of tokens made by the weights that the trainer holds: here trainer and engine compute the same."""
+MOVED = "policy_moved"
+"""Figure of tokens made by older weights."""
+TOKENS = "_tokens"
+"""Behind a figure: over how many tokens it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +27,10 @@ class StepLoss:
 
     batch: RolloutBatch
     algorithm: ChosenAlgorithm
-    compare: bool
-    """Also tally |log-prob - the engine's log-prob|."""
+    current: Tensor | None
+    """bool [T]: True for tokens that were made by the very weights that the trainer holds. Then the loss also tallies
+    |log-prob - the engine's log-prob|, of these tokens and of the others apart. None: no engine made the tokens, or the
+    weights have moved since the batch was begun."""
 
     @property
     def temperature(self) -> float:
@@ -52,9 +61,12 @@ class StepLoss:
             count = tokens.mask.sum()
             entropy = torch.where(tokens.mask, entropies, 0.0).sum()
             sums, maxima = {"loss": result.loss, "tokens": count, "entropy": entropy}, dict(result.maxima)
-            if self.compare:
-                difference = torch.where(tokens.mask, (logprobs - tokens.engine_logprobs).abs(), 0.0)
-                sums["logprob_diff"], maxima["logprob_diff"] = difference.sum(), difference.max()
+            if self.current is not None:
+                current = self.current[packed.places].to(logprobs.device)
+                difference = (logprobs - tokens.engine_logprobs).abs()
+                for name, where in ((AGREEMENT, tokens.mask & current), (MOVED, tokens.mask & ~current)):
+                    counted = torch.where(where, difference, 0.0)
+                    sums[name], sums[name + TOKENS], maxima[name] = counted.sum(), where.sum(), counted.max()
             return result.loss, count, Tally.of({**sums, **result.sums}, maxima)
 
     def _inputs(self, logprobs: Tensor, entropies: Tensor, packed: PackedTokens) -> TokenInputs:
@@ -70,3 +82,17 @@ class StepLoss:
             sample=samples.to(device),
             group=batch.group_index[samples].to(device),
         )
+
+
+def made_by_current_weights(batch: RolloutBatch, *, keeps_kv: bool) -> Tensor:
+    """bool [T]: True for tokens that were made by the weights before the step of the batch.
+
+    With `keeps_kv` (weights.on_update = "in_place") an engine goes on with KV of older weights. Then no token counts
+    that follows one of other weights in its sequence.
+    """
+    current = token_staleness(batch) == 0
+    if keeps_kv:
+        sequence = torch.arange(batch.num_sequences).repeat_interleave(batch.sequence_lengths)
+        mixed = sequence[batch.sampled & ~current]
+        current &= ~torch.isin(sequence, mixed)
+    return current

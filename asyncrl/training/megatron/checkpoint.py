@@ -32,6 +32,7 @@ from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that the config determines."""
 
@@ -89,10 +90,11 @@ class Checkpoint:
         return tensor
 
     def check(self, expected: dict[str, tuple[int, ...]], *, tied: bool) -> None:
-        """Raises ModelError unless the checkpoint holds exactly the tensors `expected`, in those shapes."""
-        ignorable = {name for name in self.names if _NOT_WEIGHTS.fullmatch(name)} | (
-            {"lm_head.weight"} if tied else set()
-        )
+        """Raises ModelError unless the checkpoint holds exactly the tensors `expected`, in those shapes.
+
+        `tied`: the output layer is the embedding. An output layer of its own may be there only if it equals that.
+        """
+        ignorable = {name for name in self.names if _NOT_WEIGHTS.fullmatch(name)} | ({_HEAD} if tied else set())
         missing = sorted(expected.keys() - self.names)
         extra = sorted(self.names - expected.keys() - ignorable)
         misshapen = [
@@ -107,6 +109,12 @@ class Checkpoint:
         ]
         if problems:
             raise ModelError(f"the weights in {self.directory} do not fit its config.json; {'; '.join(problems)}")
+        if tied and _HEAD in self.names and not torch.equal(self.tensor(_HEAD), self.tensor(_EMBEDDING)):
+            raise ModelError(
+                f"{self.directory}: config.json ties the output layer to the embedding, but {_HEAD} differs from "
+                f"{_EMBEDDING}; engines would use the embedding and transformers {_HEAD}. Set tie_word_embeddings to "
+                f"false in config.json, or take {_HEAD} out of the file"
+            )
 
 
 class WeightExchange:

@@ -40,6 +40,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     """The directory that rank 0 took, which need not be the one that was asked for."""
     resume: str | None
     """The checkpoint to begin from; None begins from the role's model."""
+    threads: int | None
+    """With how many threads the rank computes on CPU; None leaves it to torch."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -158,6 +160,8 @@ class RankState:
         return None
 
     def _build(self, command: Build) -> tuple[TensorSpec, ...]:
+        if command.threads is not None:
+            torch.set_num_threads(command.threads)
         run = self._config.run.model_copy(update={"dir": Path(command.run_dir)})
         config = self._config.model_copy(update={"run": run})
         backend = self._make_backend(config, self.layout, command.role)

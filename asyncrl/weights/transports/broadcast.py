@@ -1,26 +1,27 @@
-"""Broadcast transport: one process group {trainer rank 0, every engine TP rank}, bucket by bucket.
+"""Broadcast transport: a process group {trainer rank 0, TP ranks of one engine} for each engine, bucket by bucket.
 
 Invariants
-- The group stays while the set of engines (id, generation) stays the same and nothing fails. After that a new group is
+- An engine that dies, hangs or refuses breaks its own group, and the others get every bucket in the same transfer. (In
+  one group of all engines gloo passes messages on along a tree, so that the end of one engine takes others with it. It
+  is no faster: `benchmarks/transfer_groups.py`.)
+- A group stays while its engine (id, generation) stays the same and nothing fails there. After that a new group is
   made, with another name and port: a group can neither grow nor be mended.
-- The trainer's half leaves the group, in its own thread, as soon as it fails or hears of a failure. That frees the
-  engines that are blocked in a receive, before the driver talks to them.
+- The trainer's half leaves a group, in its own thread, as soon as it fails or hears of a failure. That frees an engine
+  that is blocked in a receive, before the driver talks to it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import torch
-from torch import Tensor
 
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import EngineError, WeightUpdateError
-from asyncrl.weights.buckets import Bucket
 from asyncrl.weights.shielding import finish_despite_cancellation
 from asyncrl.weights.transfer import (
     BucketFiller,
@@ -35,10 +36,11 @@ from asyncrl.weights.transfer import (
     on_each_engine,
     open_clients,
 )
-from asyncrl.weights.transports.process_group import Backend, TransferGroup
+from asyncrl.weights.transports.broadcast_sink import LOST_GRACE_S, BroadcastSink, is_flattened
+from asyncrl.weights.transports.process_group import Backend, TransferGroup, drop_all, join_all
 
 ANSWER_GRACE_S = 15.0
-"""How long engines may take to answer after the wire broke. An engine whose scheduler died closes its HTTP
+"""How long engines may take to answer after the trainer gave up. An engine whose scheduler died closes its HTTP
 connections only 6 to 8 s later (measured)."""
 
 CANCEL_GRACE_S = 5.0
@@ -47,28 +49,21 @@ CANCEL_GRACE_S = 5.0
 DESTROY_TIMEOUT_S = 5.0
 """How long an engine may take to leave a group."""
 
-HEAD_START_S = 0.1
-"""How long the trainer waits before it joins a new group. An engine that is dead or refuses shows that within
-milliseconds; a join that has begun cannot be interrupted."""
-
-CONNECT_S = 1.0
-"""How long a group stays open after an engine has refused it. If it closes before another engine has connected, that
-engine tries for half an hour (measured); if it closes later, the engine leaves at once."""
-
-RECEIVE_FAILED = "Failed to receive weights"
-"""An engine says so when its end of the wire broke, which it may notice before the trainer does."""
-
-FLATTEN_BELOW_BYTES = 256 * 1024
-"""A bucket whose mean tensor is smaller travels as one message. Larger tensors travel one by one: a copy of them into
-one buffer costs more than the messages."""
-
+Clients = Mapping[EngineEndpoint, WeightReceiver]
 _Member = tuple[str, int, int]
 """(engine_id, generation, tensor_parallel)."""
 
 
-def is_flattened(bucket: Bucket) -> bool:
-    """Whether a bucket travels as one uint8 message; the trainer and the engines both go by this."""
-    return len(bucket) > 1 and sum(t.size_bytes for t in bucket) < len(bucket) * FLATTEN_BELOW_BYTES
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """An engine and its group."""
+
+    engine: EngineEndpoint
+    group: TransferGroup
+
+
+def _member(engine: EngineEndpoint) -> _Member:
+    return engine.engine_id, engine.generation, engine.tensor_parallel
 
 
 class BroadcastTransport:
@@ -94,8 +89,10 @@ class BroadcastTransport:
         self._timeout_s = timeout_s
         self._host = host
         self._flush_cache = flush_cache
-        self._group: TransferGroup | None = None
-        self._members: tuple[_Member, ...] = ()
+        self._links: dict[_Member, _Link] = {}
+        """Groups that are whole, or are being formed."""
+        self._left: dict[str, _Link] = {}
+        """By engine id, groups that the trainer left and the engine may not have left."""
         self._sink: BroadcastSink | None = None
         self._source: WeightSource | None = None
         self._stopped: str | None = None
@@ -119,20 +116,23 @@ class BroadcastTransport:
             )
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Leaves the group, in the trainer thread; engines that wait in a receive are free then."""
+        """Leaves the groups of `engines`, in the trainer thread; engines that wait in a receive are free then."""
         self._stop("the transfer was given up")
-        group, self._group, self._members, self._sink = self._group, None, (), None
-        if group is not None and self._source is not None:
-            await self._source.call(
-                group.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s + ANSWER_GRACE_S
-            )
+        self._sink = None
+        await self._leave(_member(engine) for engine in engines)
 
     async def aclose(self) -> None:
-        """Leaves the group."""
-        await self.abandon(())
+        """Leaves all groups. Engines that go on after the job leave them too, so that they keep nothing of it."""
+        self._stop("the transfer was given up")
+        await self._leave(tuple(self._links))
+        engines = [link.engine for link in self._left.values() if link.engine.external]
+        async with open_clients(self._open_engine, engines) as clients:
+            await self._part_from_left(clients)
 
     def _stop(self, reason: str) -> None:
         self._stopped = reason
+        for link in self._links.values():
+            link.group.declined = True  # one that is being formed is not waited for
         if self._sink is not None:
             self._sink.fail(reason)
 
@@ -140,219 +140,190 @@ class BroadcastTransport:
         if self._stopped is not None:
             raise WeightUpdateError(self._stopped)
 
-    async def _transfer(
-        self, source: WeightSource, payload: Payload, clients: Mapping[EngineEndpoint, WeightReceiver]
-    ) -> TransferResult:
+    async def _leave(self, members: Iterable[_Member]) -> None:
+        links = [self._links.pop(member) for member in tuple(members) if member in self._links]
+        self._left |= {link.engine.engine_id: link for link in links}
+        if links and self._source is not None:
+            groups = [link.group for link in links]
+            what, timeout_s = "leaving the weight transfer groups", self._timeout_s + ANSWER_GRACE_S
+            await self._source.call(drop_all, groups, what=what, timeout_s=timeout_s)
+
+    async def _part_from_left(self, clients: Clients) -> None:
+        """Has engines leave groups that the trainer left. One that cannot shows that in the transfer."""
+        left = {engine: self._left.pop(engine.engine_id) for engine in clients if engine.engine_id in self._left}
+
+        async def part(client: WeightReceiver, engine: EngineEndpoint) -> None:
+            await client.destroy_weights_group(left[engine].group.name, timeout_s=DESTROY_TIMEOUT_S)
+
+        await on_each_engine({engine: clients[engine] for engine in left}, part)
+
+    async def _transfer(self, source: WeightSource, payload: Payload, clients: Clients) -> TransferResult:
         self._stopped = None
         failures: dict[str, EngineFailure] = {}
+        await self._form_groups(source, clients, failures)
+        groups = {engine: link.group for engine in clients if (link := self._links.get(_member(engine))) is not None}
         try:
-            group = await self._group_with(source, clients, failures)
             self._check_not_stopped()
+            if not groups:
+                raise WeightUpdateError("no engine joined its weight transfer group")
         except WeightUpdateError as error:
             return TransferResult(0, failures, str(error), touched=False)
-        self._sink = BroadcastSink(group, BucketFiller(payload.specs, self._bucket_bytes))
-        return await self._send(payload, clients, self._sink, failures)
+        by_id = {engine.engine_id: group for engine, group in groups.items()}
+        self._sink = sink = BroadcastSink(by_id, BucketFiller(payload.specs, self._bucket_bytes))
+        result = await self._send(payload, {engine: clients[engine] for engine in groups}, sink, failures)
+        lost = [engine for engine, group in groups.items() if engine.engine_id in failures or not group.alive]
+        await self._leave(map(_member, lost))
+        return result
 
     async def _send(
-        self,
-        payload: Payload,
-        clients: Mapping[EngineEndpoint, WeightReceiver],
-        sink: BroadcastSink,
-        failures: dict[str, EngineFailure],
+        self, payload: Payload, clients: Clients, sink: BroadcastSink, failures: dict[str, EngineFailure]
     ) -> TransferResult:
-        """Runs both halves at once: tells engines of each bucket, while the trainer thread sends."""
+        """Runs both halves at once: tells engines of each bucket, while the trainer thread sends.
+
+        An engine has the time of one bucket to answer after the last one was sent.
+        """
         source_error: str | None = None
         unanswered = {e.engine_id for e in clients}
 
         async def feed(engine: EngineEndpoint, client: WeightReceiver) -> None:
+            with scopes[engine.engine_id]:
+                await feed_all(engine, client)
+                unanswered.discard(engine.engine_id)
+
+        async def feed_all(engine: EngineEndpoint, client: WeightReceiver) -> None:
             last = len(sink.buckets) - 1
             for index, bucket in enumerate(sink.buckets):
                 try:
                     await client.update_from_distributed(
                         bucket,
-                        group_name=sink.group_name,
+                        group_name=sink.name_for(engine.engine_id),
                         flattened=is_flattened(bucket),
                         flush_cache=self._flush_cache and index == last,
                         timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
                     )
                 except EngineError as error:
-                    suffered = sink.broken is not None or RECEIVE_FAILED in str(error)
-                    failure = engine_failure(error, broken_before=suffered)
-                    failures[engine.engine_id] = failure
-                    sink.fail(str(error))
+                    failures[engine.engine_id] = failure = engine_failure(error, broken_before=sink.broken is not None)
+                    sink.part_with(engine.engine_id)
                     if failure.kind is TransferFault.REFUSED:
-                        await self._part_from(client, sink)
-                    break
-            unanswered.discard(engine.engine_id)
+                        await self._part_from(client, sink.name_for(engine.engine_id))
+                    return
 
+        scopes = {engine.engine_id: anyio.CancelScope() for engine in clients}
         raised: Exception | None = None
         async with anyio.create_task_group() as task_group:
             for engine, client in clients.items():
                 task_group.start_soon(feed, engine, client)
             try:
                 await payload.export(sink, self._timeout_s * (len(sink.buckets) + 1))
+                wait_s = self._timeout_s
             except WeightUpdateError as error:
-                source_error = str(error)
-                task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
+                source_error, wait_s = str(error), ANSWER_GRACE_S
             except Exception as error:  # a failed rank; raised outside the task group, which would wrap it
-                raised = error
+                raised, wait_s = error, 0.0
                 task_group.cancel_scope.cancel()
+            for engine_id, scope in scopes.items():
+                scope.deadline = anyio.current_time() + min(wait_s, sink.grace_s(engine_id))
         if raised is not None:
             raise raised
         for engine_id in unanswered:
-            reason = f"no answer within {ANSWER_GRACE_S:g} s after the transfer broke ({source_error})"
+            told = sink.groups[engine_id].failure or source_error
+            reason = f"no answer within {self._timeout_s:g} s after all weights were sent"
+            if told is not None:
+                reason = f"its weight transfer broke, and it gave no answer ({told})"
             failures[engine_id] = EngineFailure(TransferFault.GONE, reason)
         return TransferResult(sink.bytes_sent, failures, source_error)
 
-    async def _part_from(self, client: WeightReceiver, sink: BroadcastSink) -> None:
-        """Makes an engine that refused a bucket leave the group.
+    async def _part_from(self, client: WeightReceiver, name: str) -> None:
+        """Makes an engine that refused a bucket leave its group.
 
         The trainer may be sending that bucket or the next one, and would wait for the engine in vain. If the engine
         received the next bucket in place of this one, it would die of a message of another size (measured).
         """
         with suppress(EngineError):  # the engine hangs or has ended; the trainer's own deadline ends the wait then
-            await client.destroy_weights_group(sink.group_name, timeout_s=DESTROY_TIMEOUT_S)
+            await client.destroy_weights_group(name, timeout_s=DESTROY_TIMEOUT_S)
 
-    async def _group_with(
-        self,
-        source: WeightSource,
-        clients: Mapping[EngineEndpoint, WeightReceiver],
-        failures: dict[str, EngineFailure],
-    ) -> TransferGroup:
-        """The kept group when its members are the same, else a new one."""
-        members = tuple((e.engine_id, e.generation, e.tensor_parallel) for e in clients)
-        if self._group is not None and self._group.alive and members == self._members:
-            return self._group
-        old, self._group, self._members = self._group, None, ()
-        if old is not None:
-            await source.call(old.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s)
-            # A new engine does not know the group. An engine that cannot leave it shows that in the transfer.
-            await on_each_engine(
-                clients, lambda client, _: client.destroy_weights_group(old.name, timeout_s=DESTROY_TIMEOUT_S)
-            )
-        world_size = 1 + sum(e.tensor_parallel for e in clients)
-        name = f"asyncrl-{uuid.uuid4().hex}"  # an engine refuses a name that it knows
-        self._group = group = await source.call(
-            TransferGroup,
-            self._backend,
-            name,
-            world_size,
-            self._host,
-            self._timeout_s,
-            what="store of the weight transfer group",
-            timeout_s=self._timeout_s,
+    async def _form_groups(self, source: WeightSource, clients: Clients, failures: dict[str, EngineFailure]) -> None:
+        """Makes a group with each engine that has none; one that does not come is among `failures`, and is let go."""
+        members = {_member(engine) for engine in clients}
+        await self._leave(member for member in self._links if member not in members)
+        new = {engine: client for engine, client in clients.items() if _member(engine) not in self._links}
+        if not new:
+            return
+        await self._part_from_left(new)
+
+        def open_stores() -> dict[EngineEndpoint, TransferGroup]:
+            # An engine refuses a name that it knows.
+            return {
+                engine: TransferGroup(
+                    self._backend,
+                    f"asyncrl-{uuid.uuid4().hex}",
+                    1 + engine.tensor_parallel,
+                    self._host,
+                    self._timeout_s,
+                )
+                for engine in new
+            }
+
+        groups = await source.call(
+            open_stores, what="stores of the weight transfer groups", timeout_s=self._timeout_s + ANSWER_GRACE_S
         )
+        self._links |= {_member(engine): _Link(engine, group) for engine, group in groups.items()}
+        await self._join(source, new, groups, failures)
+        await self._leave(_member(engine) for engine in groups if engine.engine_id in failures)
 
-        await self._form(source, group, clients, failures)
-        self._members = members
-        return group
-
-    async def _form(
+    async def _join(
         self,
         source: WeightSource,
-        group: TransferGroup,
-        clients: Mapping[EngineEndpoint, WeightReceiver],
+        clients: Clients,
+        groups: Mapping[EngineEndpoint, TransferGroup],
         failures: dict[str, EngineFailure],
     ) -> None:
-        """Invites all engines and joins; raises WeightUpdateError, and leaves no engine waiting, when one fails."""
-        unanswered = {e.engine_id for e in clients}
-        refused = anyio.Event()
+        """Invites the engines, and joins the group of each that comes."""
+        unanswered = {engine.engine_id for engine in clients}
 
-        async def invite(engine: EngineEndpoint, client: WeightReceiver, rank_offset: int) -> None:
-            try:
-                await client.init_weights_group(
-                    master_address=self._host,
-                    master_port=group.port,
-                    rank_offset=rank_offset,
-                    world_size=group.world_size,
-                    group_name=group.name,
-                    backend=self._backend,
-                    timeout_s=self._timeout_s + ANSWER_GRACE_S,
-                )
-            except EngineError as error:
-                failures[engine.engine_id] = engine_failure(error, broken_before=not group.alive)
-                refused.set()
-            unanswered.discard(engine.engine_id)
+        async def invite(engine: EngineEndpoint, client: WeightReceiver) -> None:
+            group = groups[engine]
+            with scopes[engine]:
+                try:
+                    await client.init_weights_group(
+                        master_address=self._host,
+                        master_port=group.port,
+                        rank_offset=1,
+                        world_size=group.world_size,
+                        group_name=group.name,
+                        backend=self._backend,
+                        timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
+                    )
+                except EngineError as error:
+                    failures[engine.engine_id] = engine_failure(error, broken_before=self._stopped is not None)
+                    group.declined = True
+                unanswered.discard(engine.engine_id)
 
-        broken: Exception | None = None
+        scopes = {engine: anyio.CancelScope() for engine in clients}
+
+        raised: Exception | None = None
         async with anyio.create_task_group() as task_group:
-            offset = 1
             for engine, client in clients.items():
-                task_group.start_soon(invite, engine, client, offset)
-                offset += engine.tensor_parallel
+                task_group.start_soon(invite, engine, client)
             try:
-                with anyio.move_on_after(HEAD_START_S):
-                    await refused.wait()
-                if failures:
-                    if unanswered:
-                        await anyio.sleep(CONNECT_S)
-                    await source.call(group.drop, what="leaving the weight transfer group", timeout_s=self._timeout_s)
-                    raise WeightUpdateError("an engine did not join the weight transfer group")
-                await source.call(group.join, what="weight transfer group", timeout_s=2 * self._timeout_s)
+                await source.call(
+                    join_all,
+                    tuple(groups.values()),
+                    self._timeout_s,
+                    what="weight transfer groups",
+                    timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
+                )
+                for engine, scope in scopes.items():
+                    wait_s = self._timeout_s if groups[engine].failure is None else LOST_GRACE_S
+                    scope.deadline = anyio.current_time() + wait_s
             except Exception as error:  # of any kind: raised outside the task group, which would wrap it
-                broken = error
+                raised = error
                 task_group.cancel_scope.deadline = anyio.current_time() + ANSWER_GRACE_S
-        for engine_id in unanswered:
-            reason = f"no answer to an invitation to the weight transfer group {group.name}"
-            failures[engine_id] = EngineFailure(TransferFault.GONE, reason)
-        if broken is None and failures:
-            broken = WeightUpdateError("an engine did not join the weight transfer group")
-        if broken is not None:
-            raise broken
-
-
-class BroadcastSink:
-    """The trainer's half: fills buckets and sends each full one. Made in the event loop, used in the trainer thread."""
-
-    def __init__(self, group: TransferGroup, filler: BucketFiller) -> None:
-        self._group = group
-        self._filler = filler
-        self.bytes_sent = 0
-        self.broken: str | None = None
-        """Why nothing more is sent; the event loop sets it too, and it is read between buckets."""
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The plan, in the order of the export."""
-        return self._filler.buckets
-
-    @property
-    def group_name(self) -> str:
-        """Name under which engines know the group."""
-        return self._group.name
-
-    def fail(self, reason: str) -> None:
-        """Stops the transfer at the next bucket; the first reason stays."""
-        if self.broken is None:
-            self.broken = reason
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor, and sends the bucket that it completes; leaves the group before it raises."""
-        try:
-            full = self._filler.add(name, tensor)
-            if full is not None:
-                self._send(*full)
-        except Exception as error:
-            self._leave(error)
-            raise
-
-    def finish(self) -> None:
-        """Raises WeightUpdateError when the export was too short, and leaves the group first."""
-        try:
-            self._filler.check_complete()
-        except WeightUpdateError as error:
-            self._leave(error)
-            raise
-
-    def _send(self, index: int, tensors: list[Tensor]) -> None:
-        if self.broken is not None:
-            raise WeightUpdateError(self.broken)
-        payload = [tensor.detach().to(self._group.device).contiguous() for tensor in tensors]
-        if is_flattened(self.buckets[index]):
-            payload = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])]
-        self._group.broadcast(payload)
-        self.bytes_sent += sum(tensor.nbytes for tensor in payload)
-
-    def _leave(self, error: Exception) -> None:
-        self.fail(str(error))
-        self._group.drop()
+        if raised is not None:
+            raise raised
+        for engine, group in groups.items():
+            if engine.engine_id in unanswered:
+                reason = group.failure or "it did not answer the invitation to its weight transfer group"
+                failures[engine.engine_id] = EngineFailure(TransferFault.GONE, reason)
+            elif group.failure is not None and engine.engine_id not in failures:
+                failures[engine.engine_id] = EngineFailure(TransferFault.REFUSED, group.failure)

@@ -1,20 +1,21 @@
-"""Rank 0's end of the process group {trainer, every engine TP rank}; everything here runs in the trainer thread.
+"""Rank 0's end of the process groups {trainer, TP ranks of one engine}; everything here runs in the trainer thread.
 
 The engines build their end with torch's own helper, so the keys of the rendezvous store must nest as that helper nests
 them: PrefixStore(device) over PrefixStore(name) over PrefixStore(name). gloo and NCCL go through the same code.
 
 Invariants
 - A wait never holds the GIL and ends at its deadline.
+- A group that breaks or is late costs the other groups nothing but the wait up to that deadline.
 - The group is dropped only when nothing is in flight: its destructor would wait for that with the GIL held. NCCL
   operations are aborted. gloo operations cannot be (measured: abort() changes nothing); they end by their own timeout.
-- An engine that is blocked in a receive is freed when the group and its store are dropped.
+- An engine that is blocked in a receive is freed when its group and its store are dropped.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ _POLL_S = 0.0005
 
 
 class TransferGroup:
-    """Rank 0 of `world_size`. The constructor opens the store; `join` builds the group, after engines were invited."""
+    """Rank 0 of `world_size`. The constructor opens the store; `join` builds the group, once the engine has come."""
 
     def __init__(self, backend: Backend, name: str, world_size: int, host: str, timeout_s: float) -> None:
         self.backend = backend
@@ -47,8 +48,16 @@ class TransferGroup:
         """Where broadcast tensors must be."""
         self.name = name
         self.world_size = world_size
+        self.declined = False
+        """Set in the event loop: the engine does not come, so it is not waited for."""
+        self.failure: str | None = None
+        """Why the group cannot be used, once it cannot."""
         self._timeout = timedelta(seconds=timeout_s)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """For a bucket, and for the engine to join."""
+        self._deadline = 0.0
+        self._works: list[Work] = []
+        """Operations in flight, oldest first. No other reference to them is kept: it would keep connections open."""
         self._group: Any = None  # a c10d Backend; its stub does not know `broadcast`
         # A store that opens its own socket listens on every interface, whatever host it is given.
         listener = socket.create_server((host, 0))
@@ -68,11 +77,15 @@ class TransferGroup:
         """False once dropped."""
         return self._store is not None
 
+    @property
+    def engine_has_come(self) -> bool:
+        """Whether the engine has found the store."""
+        return self._store is not None and self._store.num_keys() > 0
+
     def join(self) -> None:
         """Waits for every engine rank; raises WeightUpdateError when one does not come in time."""
         try:
-            with WAITS.register("weight transfer group", "engines", self._timeout_s):
-                self._group = _process_group(self.backend, self._nested_store(), self.world_size, self._timeout)
+            self._group = _process_group(self.backend, self._nested_store(), self.world_size, self._timeout)
         except RuntimeError as error:
             self.drop()
             # The frames of a kept traceback would keep the store, and engines that joined would wait on it.
@@ -83,38 +96,34 @@ class TransferGroup:
         assert self._store is not None
         return PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Sends `tensors`, each as one message, and returns when all engine ranks have them."""
-        assert self._group is not None
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Begins to send `tensors`, each as one message; `ended` tells when that is over."""
+        assert self._group is not None and not self._works
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        works: list[Work] = []
-        with WAITS.register("weight bucket", "engines", self._timeout_s):
-            try:
-                works = [self._group.broadcast([tensor], options) for tensor in tensors]
-                self._wait(works)
-            except RuntimeError as error:
-                raise WeightUpdateError(f"the weight broadcast broke: {_first_line(error)}") from error
-            finally:
-                _let_end(works, self._timeout_s)
-                works.clear()  # a kept operation would keep the connections open, even in a traceback
+        self._deadline = time.monotonic() + self.timeout_s
+        try:
+            for tensor in tensors:
+                self._works.append(self._group.broadcast([tensor], options))
+        except RuntimeError as error:
+            self._fail(_first_line(error))
 
-    def _wait(self, works: list[Work]) -> None:
-        """Takes operations off `works` as they end well; keeps no other reference to any."""
-        deadline = time.monotonic() + self._timeout_s
-        while works:
-            if works[0].is_completed():
-                works.pop(0).wait()
-            elif time.monotonic() > deadline:
-                if self.backend == "nccl":
-                    self._group.abort()
-                raise WeightUpdateError(f"no engine took a weight bucket within {self._timeout_s:g} s")
-            else:
-                time.sleep(_POLL_S)
-        if self.backend == "nccl":
-            torch.cuda.current_stream().synchronize()
+    def ended(self) -> bool:
+        """Whether nothing is in flight any more: the engine has all tensors, or `failure` says why it has not."""
+        while self._works and self._works[0].is_completed():
+            try:
+                self._works.pop(0).wait()
+            except RuntimeError as error:
+                self._fail(_first_line(error))
+        if self._works and time.monotonic() > self._deadline:
+            if self.failure is None and self.backend == "nccl":
+                self._group.abort()
+            self._fail(f"it did not take a weight bucket within {self.timeout_s:g} s")
+            if time.monotonic() > self._deadline + self.timeout_s + 1.0:  # they should have ended by their own timeout
+                self._works.clear()
+        return not self._works
 
     def drop(self) -> None:
         """Leaves the group; idempotent."""
@@ -122,6 +131,60 @@ class TransferGroup:
             self._group.abort()
         self._group = None
         self._store = None
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+
+
+def join_all(groups: Iterable[TransferGroup], timeout_s: float) -> None:
+    """Joins each group as soon as its engine has come; drops those whose engine declined, failed or is late.
+
+    What was dropped has a `failure`.
+    """
+    waiting, deadline = list(groups), time.monotonic() + timeout_s
+    with WAITS.register("weight transfer groups", "engines", timeout_s):
+        while waiting:
+            for group in tuple(waiting):
+                late = time.monotonic() > deadline
+                if group.engine_has_come and not group.declined:
+                    try:
+                        group.join()
+                    except WeightUpdateError as error:
+                        group.failure = str(error)
+                elif group.declined or late:
+                    group.failure = f"it did not come to the weight transfer group within {timeout_s:g} s"
+                    group.drop()
+                else:
+                    continue
+                waiting.remove(group)
+            time.sleep(_POLL_S if waiting else 0.0)
+
+
+def broadcast(groups: Mapping[str, TransferGroup], tensors: Sequence[Tensor]) -> None:
+    """Sends `tensors` to all groups at once (engine id → group), and returns when that has ended in each.
+
+    A group that broke is dropped, and has a `failure`.
+    """
+    sending = list(groups.values())
+    with WAITS.register("weight bucket", ", ".join(groups), max(group.timeout_s for group in sending)):
+        for group in sending:
+            group.begin(tensors)
+        while sending:
+            for group in tuple(sending):
+                if group.ended():
+                    sending.remove(group)
+                    if group.failure is not None:
+                        group.drop()
+            time.sleep(_POLL_S if sending else 0.0)
+        if any(group.backend == "nccl" for group in groups.values()):
+            torch.cuda.current_stream().synchronize()
+
+
+def drop_all(groups: Iterable[TransferGroup]) -> None:
+    """Leaves all groups."""
+    for group in groups:
+        group.drop()
 
 
 def _process_group(
@@ -132,13 +195,6 @@ def _process_group(
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, 0, world_size, options)
-
-
-def _let_end(works: Sequence[Work], timeout_s: float) -> None:
-    """Waits, without the GIL, until nothing is in flight; each operation ends by its own timeout at the latest."""
-    deadline = time.monotonic() + timeout_s + 1.0
-    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.layout import Gpu
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.rules import place_another, plan_layout
+from asyncrl.data.fleet import read_stamp
 from asyncrl.errors import EngineError
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, eventually
 from tests.inference.engines.test_recovery import FAST, publish, serves
@@ -92,7 +93,7 @@ async def test_a_publication_passes_a_draining_engine_by_and_its_requests_keep_t
             assert not fleet.engines[0].paused
             assert fleet.router.workers == [fleet.engines[1].url]
             fleet.engines[0].generation.finish()
-        assert {run["version"] for run in answers[0]["meta_info"]["weight_versions"]} == {"0.0"}  # type: ignore[index]
+        assert {read_stamp(run["version"])[0] for run in answers[0]["meta_info"]["weight_versions"]} == {"0.0"}  # type: ignore[index]
         assert serves(fleet, 1, "0.1")
 
 

@@ -17,9 +17,10 @@ from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
 from asyncrl.rollout.group_events import RequestFailed
 from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed, RequestOptions, Unobserved
 from asyncrl.rollout.requests.retry import RequestFault, RetryPolicy
+from asyncrl.rollout.requests.wire import SamplingParams
 from tests.inference.router_rig import RealRouter, StandIn, real_router, stand_in
 
-PROMPT, SAMPLING = msgspec.Raw(b"[1]"), msgspec.Raw(b"{}")
+PROMPT, SAMPLING = msgspec.Raw(b"[1]"), SamplingParams(max_new_tokens=8, temperature=1.0)
 GROUPS = [f"{index:08d}" for index in range(24)]
 
 

@@ -140,8 +140,18 @@ async def test_nobody_at_the_port_and_a_broken_answer_are_no_answer(server: Serv
 async def test_a_version_stamp_never_aborts_running_requests(server: Server, client: EngineApi) -> None:
     server.reply(success=True)
     await client.set_version("0.3")
-    expected = {"new_version": "0.3", "abort_all_requests": False}
+    expected = {"new_version": "0.3@engine-7", "abort_all_requests": False}
     assert server.seen == [("POST", "/update_weight_version", expected)]
+
+
+async def test_a_stamp_names_the_engine_and_is_read_without_its_name(server: Server, client: EngineApi) -> None:
+    server.reply(model_path="m", weight_version="0.3@engine-7")
+    assert (await client.model_info()).weight_version == "0.3"
+    runs = [{"version": "0.2@engine-7", "start": 0, "end": 1}, {"version": "0.3@engine-7", "start": 1, "end": 2}]
+    meta = {"weight_version": "0.3@engine-7", "completion_tokens": 2, "weight_versions": runs}
+    server.reply(output_ids=[1, 2], meta_info=meta)
+    told = (await client.generate([1])).meta_info
+    assert told.weight_version == "0.3" and [run.version for run in told.weight_versions] == ["0.2", "0.3"]
 
 
 async def test_a_bucket_is_announced_with_names_types_and_shapes_in_order(server: Server, client: EngineApi) -> None:

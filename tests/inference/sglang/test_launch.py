@@ -93,7 +93,7 @@ def test_server_args_are_passed_through_and_win(given: dict, expected: dict) -> 
 
 
 def test_torchrun_does_not_reach_into_the_engine() -> None:
-    environment = engine_environment(placement(), device="cpu", cores=(0,), scratch=SCRATCH)
+    environment = engine_environment(placement(), threads=1, cores=(0,), scratch=SCRATCH)
     assert environment["TMPDIR"] == str(SCRATCH)
     assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
@@ -102,12 +102,12 @@ def test_torchrun_does_not_reach_into_the_engine() -> None:
 
 
 def test_an_engine_keeps_idle_connections_longer_than_the_router_does() -> None:
-    environment = engine_environment(placement(), device="cuda", cores=(0,), scratch=SCRATCH)
+    environment = engine_environment(placement(), threads=None, cores=(0,), scratch=SCRATCH)
     assert int(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 90
 
 
 def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
-    environment = engine_environment(placement(2, (2, 3)), device="cuda", cores=(0,), scratch=SCRATCH)
+    environment = engine_environment(placement(2, (2, 3)), threads=None, cores=(0,), scratch=SCRATCH)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SGLANG_PLATFORM" not in environment
 
@@ -119,7 +119,7 @@ def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
 def test_each_tensor_parallel_rank_gets_cores(cores: tuple[int, ...], ranks: int, expected: str) -> None:
     assert bind_threads(cores, ranks) == expected
     assert (
-        engine_environment(placement(ranks), device="cpu", cores=cores, scratch=SCRATCH)["SGLANG_CPU_OMP_THREADS_BIND"]
+        engine_environment(placement(ranks), threads=1, cores=cores, scratch=SCRATCH)["SGLANG_CPU_OMP_THREADS_BIND"]
         == expected
     )
 

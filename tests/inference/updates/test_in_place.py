@@ -12,10 +12,11 @@ import pytest
 
 from asyncrl.data.staleness import step_of
 from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutClient
 from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
-from asyncrl.rollout.requests.wire import Generation
+from asyncrl.rollout.requests.wire import Generation, SamplingParams
 from tests.inference.conftest import StartFleet, eventually
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine
@@ -23,12 +24,20 @@ from tests.scripted import Latency, ScriptedEngine
 pytestmark = pytest.mark.anyio
 
 TOKENS = 120
-GREEDY = msgspec.Raw(b'{"max_new_tokens":%d,"temperature":0.0,"ignore_eos":true}' % TOKENS)
+GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 PROMPT = msgspec.Raw(b"[1,2,3]")
 
 
+class ClockedClient(RolloutClient):
+    """A client that is told of pauses."""
+
+    def __init__(self, router_url: str, options: RequestOptions) -> None:
+        self.clock = EngineClock()
+        super().__init__(router_url, options, clock=self.clock)
+
+
 @asynccontextmanager
-async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[RolloutClient]:
+async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[ClockedClient]:
     options = RequestOptions(
         vocab_size=1 << 20,
         concurrency=64,
@@ -36,17 +45,19 @@ async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[RolloutCl
         retry=RetryPolicy(retries=0, patience_s=1.0),
         keeps_kv=keeps_kv,
     )
-    async with RolloutClient(r.fleet.controller.router_url, options) as client:
+    async with ClockedClient(r.fleet.controller.router_url, options) as client:
         yield client
 
 
-async def publish(r: Rig, client: RolloutClient, version: str) -> None:
+async def publish(r: Rig, client: ClockedClient, version: str) -> None:
     with client.held():
+        client.clock.pause()
         await r.publish(version)
         client.published(version)
+        client.clock.resume()
 
 
-async def through_updates(r: Rig, client: RolloutClient, versions: list[str], requests: int) -> list[Generation]:
+async def through_updates(r: Rig, client: ClockedClient, versions: list[str], requests: int) -> list[Generation]:
     """Publishes `versions` in the middle of so many generations, more of which begin after each; returns them all."""
     generations: list[Generation] = []
 

@@ -71,8 +71,8 @@ LAST_TENSOR = {"first bucket": 2, "middle bucket": 3, "last bucket": 6, "end of 
 TRAINER_STEPS: dict[str, dict[str, str | int]] = {
     "broadcast": {
         "turn": "turn for the weight export",
-        "store": "store of the weight transfer group",
-        "join": "weight transfer group",
+        "store": "stores of the weight transfer groups",
+        "join": "weight transfer groups",
         **LAST_TENSOR,
     },
     "disk": {"turn": "turn for the weight export", **LAST_TENSOR},
@@ -166,7 +166,7 @@ async def test_the_trainer_raises_as_it_leaves_a_broken_group(start_fleet: Start
     async with rig(start_fleet) as r:
         await r.publish("0.0")
         r.fleet.engines[1].script(refuse("update_weights_from_distributed", nth=2))
-        await fail_trainer(r, "0.1", "leaving the weight transfer group")
+        await fail_trainer(r, "0.1", "leaving the weight transfer groups")
 
 
 async def test_the_router_refuses_every_engine_and_what_is_committed_stays_so(

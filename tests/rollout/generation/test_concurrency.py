@@ -102,7 +102,7 @@ async def test_an_overloaded_engine_gets_fewer_requests_and_more_once_it_recover
     monkeypatch.setattr(concurrency_module, "INTERVAL_S", 0.05)
     rollout = {"adaptive_concurrency": True, "concurrency": 40, "max_staleness": 300}
     async with scripted_engine(lambda request, number: Action(latency_s=0.02)) as engine:
-        engine.load = (10, 100, 0.2)
+        engine.load, engine.version = (10, 100, 0.2), "0.0"
         async with start_executor(engine, rollout=rollout) as executor:
             executor.set_weight_version("0.0")
             executor.generate_ahead(0, 1000)

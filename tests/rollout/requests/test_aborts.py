@@ -19,12 +19,13 @@ from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.engine_queries import AbortProgress, EngineQueries
 from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions, Unobserved, request_id
 from asyncrl.rollout.requests.retry import MOST_ATTEMPTS, RetryPolicy
+from asyncrl.rollout.requests.wire import SamplingParams
 from asyncrl.rollout.scheduling.group import Issue
 from tests.rollout.fleet import Fleet, eventually, fleet_of, hurry
 from tests.scripted import Latency, hang
 
-LONG = msgspec.Raw(b'{"max_new_tokens":5000,"temperature":1.0,"ignore_eos":true}')
-SHORT = msgspec.Raw(b'{"max_new_tokens":20,"temperature":1.0,"ignore_eos":true}')
+LONG = SamplingParams(max_new_tokens=5000, temperature=1.0, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
 PROMPT = msgspec.Raw(b"[1,2]")
 SLOW = Latency(token_s=0.005)
 

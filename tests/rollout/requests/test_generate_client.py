@@ -3,25 +3,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 from blockbuster import blockbuster_ctx
+from structlog.testing import capture_logs
 
 from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import Event
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout import group_events as rollout_events
 from asyncrl.rollout.group_events import RequestFailed
+from asyncrl.rollout.requests.answers import Defect
+from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.generate_client import GenerateClient, GenerationFailed, RequestOptions, Unobserved
 from asyncrl.rollout.requests.retry import RequestFault, RetryPolicy
-from asyncrl.rollout.requests.wire import Generation
+from asyncrl.rollout.requests.wire import Generation, SamplingParams
 from tests.scripted.answers import Action, AnswerFault, AnsweringEngine, scripted_engine
 
 PROMPT = msgspec.Raw(b"[1,2]")
-SAMPLING = msgspec.Raw(b'{"max_new_tokens":8}')
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0)
 
 
 @dataclasses.dataclass
@@ -40,6 +44,7 @@ async def client_of(
     timeout_s: float = 5.0,
     concurrency: int = 8,
     on_failure: Callable[[RequestFailed], None] | None = None,
+    clock: EngineClock | None = None,
     **options: Any,
 ) -> AsyncIterator[GenerateClient]:
     client = GenerateClient(
@@ -52,6 +57,7 @@ async def client_of(
             **options,
         ),
         observer=None if on_failure is None else Heard(on_failure),
+        clock=clock,
     )
     with blockbuster_ctx("asyncrl"):
         async with client:
@@ -86,7 +92,7 @@ async def test_a_fault_that_passes_costs_attempts_but_not_the_sample(fault: Answ
         client_of(engine.url, on_failure=heard.append) as client,
     ):
         generation = await generate(client)
-        assert generation.output_ids.tolist() == [1, 2, 3]
+        assert generation.output_ids.tolist() == [1, 3, 2]
         assert [(f.request_attempt, f.failure, f.retried) for f in heard] == [(0, kind, True), (1, kind, True)]
         assert client.statistics().failed_attempts == {kind: 2}
         rids = [str(request["rid"]) for request in engine.requests]
@@ -158,12 +164,12 @@ async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
     first, second = engine.requests
     asked = [request["sampling_params"]["max_new_tokens"] for request in engine.requests]
     if kept:
-        assert second["input_ids"] == [*first["input_ids"], 1, 2, 3] and asked[0] - asked[1] == 3
-        assert generation.output_ids.tolist() == [1, 2, 3, 1, 2, 3] and generation.text == "1 2 3 1 2"
+        assert second["input_ids"] == [*first["input_ids"], 1, 3, 2] and asked[0] - asked[1] == 3
+        assert generation.output_ids.tolist() == [1, 3, 2, 1, 3, 2] and generation.text == "1 3 2 1 3"
         assert generation.versions == (VersionSpan("0.1", 0, 6),)
     else:
         assert second["input_ids"] == first["input_ids"] and asked[0] == asked[1]
-        assert generation.output_ids.tolist() == [1, 2, 3] and generation.text == "yes"
+        assert generation.output_ids.tolist() == [1, 3, 2] and generation.text == "yes"
 
 
 async def test_what_was_aborted_with_its_last_token_is_whole() -> None:
@@ -171,9 +177,9 @@ async def test_what_was_aborted_with_its_last_token_is_whole() -> None:
         scripted_engine(failing_first("abort", 9).script) as engine,
         client_of(engine.url, detokenize=lambda ids: " ".join(map(str, ids))) as client,
     ):
-        sampling = msgspec.Raw(b'{"max_new_tokens":8,"stop_token_ids":[3]}')
+        sampling = replace(SAMPLING, stop_token_ids=(2,))
         generation = await client.generate("00000000.000", PROMPT, sampling)
-        assert generation.output_ids.tolist() == [1, 2, 3] and generation.text == "1 2"
+        assert generation.output_ids.tolist() == [1, 3, 2] and generation.text == "1 3"
         assert generation.finish_reason == "stop" and len(engine.requests) == 1
         assert client.statistics().completed == 1
 
@@ -188,7 +194,7 @@ async def test_what_was_aborted_under_weights_that_nobody_published_is_not_kept(
         client_of(engine.url, detokenize=str, on_failure=heard.append) as client,
     ):
         client.published("0.1")
-        assert (await generate(client)).output_ids.tolist() == [1, 2, 3]
+        assert (await generate(client)).output_ids.tolist() == [1, 3, 2]
     assert [failed.failure for failed in heard] == ["malformed"]
 
 
@@ -316,3 +322,56 @@ def test_no_event_of_the_rollout_side_hides_a_field_of_the_line_it_is_written_on
     for event in (e for e in vars(rollout_events).values() if isinstance(e, type) and issubclass(e, Event)):
         own = {field.name for field in dataclasses.fields(event)}
         assert not own & {"v", "attempt", "time", "kind"}, event
+
+
+# answers that are not believed
+
+
+async def test_bodies_that_were_swapped_train_nobody_and_are_asked_for_again() -> None:
+    def script(request: dict[str, Any], number: int) -> Action:
+        ids = (5 if ".000." in request["rid"] else 6, 2)
+        other = {"id": request["rid"].replace(".000.", ".009.")} if number < 2 else {}
+        return Action(ids, meta={"weight_version": "0.1@engine-1", **other})
+
+    heard: list[RequestFailed] = []
+    async with scripted_engine(script) as engine, client_of(engine.url, on_failure=heard.append) as client:
+        with capture_logs() as logs:
+            assert (await generate(client)).output_ids.tolist() == [5, 2]
+            assert (await generate(client, "00000000.001")).output_ids.tolist() == [6, 2]
+        assert client.statistics().malformed == {(Defect.FOREIGN, "engine-1"): 2}
+        assert [(f.failure, f.engine, f.retried) for f in heard] == [("malformed", "engine-1", True)] * 2
+    [line] = [line for line in logs if line["log_level"] == "warning"]
+    assert line["engine"] == "engine-1" and "it answers another request" in line["reason"], "told once"
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [(("1.1", 0, 3),), (("0.7", 0, 3),), (("default", 0, 1), ("0.2", 1, 3)), (("0.2", 0, 1), ("0.1", 1, 3))],
+    ids=["of another attempt", "not yet published", "of no step", "older after newer"],
+)
+async def test_weights_that_this_attempt_did_not_publish_make_no_fresh_answer(
+    spans: tuple[tuple[str, int, int], ...],
+) -> None:
+    def script(request: dict[str, object], number: int) -> Action:
+        return Action(versions=spans if number == 0 else (("0.1", 0, 1), ("0.2", 1, 3)))
+
+    async with scripted_engine(script) as engine, client_of(engine.url) as client:
+        for version in ("0.0", "0.1", "0.2"):
+            client.published(version)
+        versions = [span.version for span in (await generate(client)).versions]
+        assert versions == ["0.1", "0.2"] and len(engine.requests) == 2
+        assert client.statistics().malformed == {(Defect.UNPUBLISHED, ""): 1}
+
+
+async def test_an_answer_with_news_in_a_pause_is_judged_when_the_pause_is_over() -> None:
+    clock = EngineClock()
+    async with scripted_engine() as engine, client_of(engine.url, clock=clock) as client:
+        client.published("0.0")
+        clock.pause()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate, client)
+            await engine.until(lambda engine: len(engine.requests) == 1 and not engine.in_flight)
+            await anyio.sleep(0.05)
+            client.published(engine.version)
+            clock.resume()
+        assert client.statistics().completed == 1 and not client.statistics().failed_attempts

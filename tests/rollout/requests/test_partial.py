@@ -19,8 +19,8 @@ PROMPT = msgspec.Raw(b"[7,8]")
 TOKENS = tuple(range(10, 22))
 
 
-def sampling(count: int) -> msgspec.Raw:
-    return SamplingParams(max_new_tokens=count, temperature=0.7, stop_token_ids=(3,)).encode()
+def sampling(count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=0.7, stop_token_ids=(3,))
 
 
 def piece(tokens: tuple[int, ...], versions: str, finish: FinishReason = "abort") -> Generation:
@@ -51,9 +51,9 @@ def test_however_often_it_is_aborted_a_response_is_what_it_would_have_been(cuts:
     edges = [0, *sorted(cuts), len(TOKENS)]
     for start, end in itertools.pairwise(edges[:-1]):
         partial = partial.extended(piece(TOKENS[start:end], versions[start:end]))
-        asked = msgspec.json.decode(partial.sampling_params)
+        asked = partial.sampling
         assert msgspec.json.decode(partial.input_ids) == [7, 8, *TOKENS[:end]]
-        assert asked == msgspec.json.decode(sampling(len(TOKENS) - end)), "as much as is left, sampled as before"
+        assert asked == sampling(len(TOKENS) - end), "as much as is left, sampled as before"
         assert partial.end is None
     whole = partial.extended(piece(TOKENS[edges[-2] :], versions[edges[-2] :])).whole("length", text_of)
     alone = piece(TOKENS, versions, "length")
@@ -78,11 +78,11 @@ def test_an_abort_may_come_with_the_last_token(tokens: tuple[int, ...], end: Fin
 
 
 def test_nothing_ends_a_response_early_that_is_to_ignore_its_end_tokens() -> None:
-    params = SamplingParams(max_new_tokens=3, temperature=1.0, stop_token_ids=(3,), ignore_eos=True).encode()
+    params = SamplingParams(max_new_tokens=3, temperature=1.0, stop_token_ids=(3,), ignore_eos=True)
     assert PartialRollout.begin(PROMPT, params).extended(piece((10, 3), "aa")).end is None
 
 
 def test_ids_become_the_text_that_an_engine_makes_of_them(tokenizer: PolicyTokenizer) -> None:
     (ids,) = tokenizer.encode(["ab"], add_special_tokens=False)
     assert tokenizer.decode(ids) == "ab"
-    assert tokenizer.decode(np.append(ids, np.int32(tokenizer.eos_token_id or 0))) == "ab", "no special tokens"
+    assert tokenizer.decode(np.append(ids, np.int32(tokenizer.eos_token_id or 0))) == "ab", "no end token"

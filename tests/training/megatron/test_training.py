@@ -16,10 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.algorithms import grpo
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.chosen import token_staleness
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import DataError, NonFiniteError
+from asyncrl.training.learner import learner
 from asyncrl.training.learner.learner import Learner
+from asyncrl.training.learner.step_loss import made_by_current_weights
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
 from tests.training.forked_ranks import run_ranks
@@ -227,6 +232,36 @@ def test_agreement_is_measured_before_the_first_update(model_directory: Any, tra
         assert (
             metrics["train/ratio_max"] > 1.01
         )  # while later updates do move the policy away from the one that sampled
+
+
+def train_on_tokens_of_two_versions(layout: RankLayout, path: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Every sample was begun by older weights, whose log-probs are off by 1, and ended by the trainer's."""
+    trainer = trainer_of(layout, path)
+    batch = make_batch([(3, 6), (2, 4)], rollout_id=5, temperature=0.8)
+    versions = tuple(
+        (VersionSpan("0.4", p, p + r // 2), VersionSpan("0.5", p + r // 2, p + r)) for p, r in ((3, 6), (2, 4))
+    )
+    older = token_staleness(replace(batch, versions=versions)) == 1
+    logprobs = trainer.logprobs(batch) + torch.where(older, 1.0, 0.0)
+    mixed = trainer.train(replace(batch, versions=versions, logprobs=logprobs))
+    moved = replace(batch, rollout_id=6, versions=tuple((VersionSpan("0.4", p, p + r),) for p, r in ((3, 6), (2, 4))))
+    return mixed, trainer.train(replace(moved, logprobs=trainer.logprobs(moved)))
+
+
+def test_trainer_and_engine_are_compared_over_tokens_that_the_trainers_own_weights_made(model_directory: Any) -> None:
+    [(mixed, moved)] = run_ranks(train_on_tokens_of_two_versions, model_directory("qwen3-tied"))
+    assert mixed["train/logprob_diff_max"] < 1e-5
+    assert mixed["train/policy_moved_mean"] == pytest.approx(1.0, abs=1e-4) == mixed["train/policy_moved_max"]
+    assert "train/logprob_diff_mean" not in moved and "train/policy_moved_mean" in moved
+    assert moved.keys() | mixed.keys() <= learner.METRICS.keys() | grpo.METRICS.keys()
+
+
+def test_tokens_that_follow_kept_kv_of_older_weights_are_not_compared() -> None:
+    batch = make_batch([(3, 6), (2, 4)], rollout_id=5)
+    mixed = replace(batch, versions=((VersionSpan("0.4", 3, 5), VersionSpan("0.5", 5, 9)), batch.versions[1]))
+    clean = torch.cat([torch.zeros(9), torch.tensor([0, 0, 1, 1, 1, 1])]).bool()
+    assert torch.equal(made_by_current_weights(mixed, keeps_kv=True), clean)
+    assert int(made_by_current_weights(mixed, keeps_kv=False).sum()) == 8
 
 
 def poisoned(index: int) -> RolloutBatch:

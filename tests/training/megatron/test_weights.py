@@ -173,3 +173,27 @@ def test_weights_that_do_not_fit_are_refused_by_name(
         run_ranks(trainer_of, path)
     assert ModelError.__name__ in str(failure.value)
     assert message in str(failure.value)
+
+
+def _head_of_its_own(path: Path, differs: bool) -> None:
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += float(differs)
+    save_file({**tensors, "lm_head.weight": head}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_an_output_layer_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    model_directory: Any, tmp_path: Path, differs: bool
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_directory("qwen3-tied"), path)
+    _head_of_its_own(path, differs)
+    if not differs:
+        run_ranks(load_and_export, path, 1.0)
+        return
+    with pytest.raises(
+        RankFailure, match=r"lm_head\.weight differs from model\.embed_tokens\.weight; engines"
+    ) as failure:
+        run_ranks(load_and_export, path, 1.0)
+    assert ModelError.__name__ in str(failure.value)

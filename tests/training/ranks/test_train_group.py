@@ -63,7 +63,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_command_runs_on_every_rank(world_size: int, tmp_path: Path) -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
-        start = await group.init()
+        start = await group.init(threads=3)
         sink = Collected()
         metrics = await group.train(0, make_batch())
         sft = await group.train_sft(None, make_batch(), 0.5)
@@ -84,6 +84,7 @@ def test_every_command_runs_on_every_rank(world_size: int, tmp_path: Path) -> No
     start, metrics, sft, logprobs, names, finished, saved, kinds, step = world.value
     assert start == 0
     assert metrics["train/token_sum"] == 36.0 * world_size
+    assert metrics["train/threads"] == 3.0 * world_size
     assert (sft["train/lr"], sft["train/token_sum"]) == (0.5, 36.0 * world_size)
     assert logprobs == (make_batch().logprobs * 2).tolist()
     assert names == [spec.name for spec in SPECS] and finished and saved

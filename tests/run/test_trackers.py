@@ -1,0 +1,189 @@
+"""Trackers: what they get of a run, read back with their own libraries, and what they cannot do to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config.layout import DRIVER_NODE
+from asyncrl.config.reading.toml import config_toml
+from asyncrl.host import EngineHost
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.run.trackers import start_trackers
+from tests.rollout.fleet import eventually
+from tests.run.jobs import a_job
+
+pytestmark = pytest.mark.anyio
+
+SINKS = "tests.run.sinks"
+ROUTER = "http://127.0.0.1:3000"
+
+
+@asynccontextmanager
+async def tracked(directory: Path, *, signal: bool = False, **track: Any) -> AsyncIterator[tuple[Any, MetricsLog]]:
+    """A job that tracks its run in `directory`, and the log of its metrics; the job ends with the block."""
+    (directory / "logs").mkdir()
+    config = Config.model_validate({"track": track, "run": {"dir": directory, "stop_grace_s": 4.0}})
+    (directory / "config.toml").write_text(config_toml(config))
+    events = EventLog(None)
+    async with EngineHost.start(directory / "logs", events) as host, anyio.create_task_group() as tasks:
+        job = a_job(tasks, config=config)
+        job.hosts, job.events = {DRIVER_NODE: host}, events
+        job.directory = SimpleNamespace(path=directory, attempt=0, logs=directory / "logs")
+        metrics = MetricsLog(directory / "metrics.jsonl")
+        async with job.disposal:
+            await start_trackers(job, ROUTER)
+            yield job, metrics
+            if signal:
+                for told in job.on_stop_now:
+                    await told()
+        metrics.close()
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_sink_learns_of_the_run_and_gets_every_line(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    args = {f"{SINKS}:Kept": {"file": str(kept)}}
+    async with tracked(tmp_path, to=[f"{SINKS}:Kept"], args=args) as (_, metrics):
+        for step in range(1, 200):
+            metrics.write(step, {"train/loss": step / 10})
+        metrics.write(200, {"train/loss": math.nan, "train/grad_norm": -math.inf})
+    (name, job, lr), *lines = json.loads(kept.read_text())
+    assert name == tmp_path.name and lr == Config().train.lr
+    assert job == {"directory": str(tmp_path), "attempt": 0, "router_url": ROUTER}
+    assert [step for step, _ in lines] == list(range(1, 201))
+    assert lines[-1][1] == {"train/loss": "nan", "train/grad_norm": "-inf"}
+
+
+async def test_a_sink_that_hangs_for_ever_costs_no_step_and_a_bounded_end(tmp_path: Path) -> None:
+    async with tracked(tmp_path, signal=True, to=[f"{SINKS}:Hanging"]) as (job, metrics):
+        metrics.write(1, {"train/loss": 1.0})
+        await anyio.sleep(1.0)  # it hangs now, or while it still starts
+        longest = 0.0
+        for step in range(2, 300):
+            began = time.monotonic()
+            metrics.write(step, {f"train/m{i}": 1.0 for i in range(100)})
+            longest = max(longest, time.monotonic() - began)
+            await anyio.lowlevel.checkpoint()
+        assert longest < 0.5
+        ends = time.monotonic()
+    assert time.monotonic() - ends < 8.0
+    (note,) = job.record.notes
+    assert "Hanging did not take all metrics within 1 s of the end; metrics.jsonl has them" in note
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 299
+
+
+async def test_a_sink_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    args = {f"{SINKS}:Kept": {"file": str(kept)}}
+    async with tracked(tmp_path, to=[f"{SINKS}:Failing", f"{SINKS}:Kept"], args=args) as (job, metrics):
+        await eventually(lambda: job.record.notes, 60)
+        metrics.write(1, {"train/loss": 1.0})
+    (note,) = job.record.notes
+    assert "Failing ended with 1: ValueError: not logged in. The run goes on" in note
+    assert len(json.loads(kept.read_text())) == 2
+
+
+async def test_a_tracker_that_is_told_in_vain_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    (tmp_path / "trackers").write_text("a file where the folder should be")
+    async with tracked(tmp_path, to=[f"{SINKS}:Kept"]) as (job, _):
+        pass
+    (note,) = job.record.notes
+    assert note.startswith("nothing is tracked: ")
+
+
+async def test_tensorboard_wandb_and_trackio_runs_are_read_back_by_their_own_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    args = {"wandb": {"mode": "offline"}}
+    async with tracked(tmp_path, to=["tensorboard", "wandb", "trackio"], args=args, project="p", name="r") as (
+        job,
+        metrics,
+    ):
+        metrics.write(0, {"eval/accuracy": 0.25})
+        for step in (1, 2, 3):
+            metrics.write(step, {"rollout/reward_mean": step / 4, "train/loss": -float(step)})
+        await anyio.sleep(3.0)
+    assert job.record.notes == []
+    rewards = [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert tensorboard_scalars(tmp_path, "rollout/reward_mean") == rewards
+    assert tensorboard_scalars(tmp_path, "eval/accuracy") == [(0, 0.25)]
+    rows, config = wandb_run(tmp_path)
+    assert [(row["step"], row["rollout/reward_mean"]) for row in rows if "rollout/reward_mean" in row] == rewards
+    assert config["job"]["router_url"] == ROUTER and config["train"]["lr"] == Config().train.lr
+    assert trackio_rows(tmp_path, "p", "rollout/reward_mean") == rewards
+
+
+def tensorboard_scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run_dir / "trackers" / "tensorboard"))
+    read.Reload()
+    return [(scalar.step, scalar.value) for scalar in read.Scalars(tag)]
+
+
+def wandb_run(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows and the configuration of an offline run, whose file is a log in LevelDB's format of wandb's records."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = (run_dir / "trackers" / "wandb").glob("offline-run-*/*.wandb")
+    rows, config = list[dict[str, Any]](), dict[str, Any]()
+    for data in leveldb_records(file.read_bytes()[7:]):  # behind wandb's own head
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        elif record.WhichOneof("record_type") == "run":
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    return rows, config
+
+
+def leveldb_records(data: bytes, head: int = 7) -> Iterator[bytes]:
+    """Blocks of 32 KiB hold fragments (checksum, length, type); types 2, 3 and 4 are the parts of one record."""
+    at, record = 0, b""
+    while at + 7 <= len(data):
+        left = 32768 - (at + head) % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def trackio_rows(run_dir: Path, project: str, metric: str) -> list[tuple[int, float]]:
+    """Read in a process of its own: trackio takes its directory from the environment when it is imported."""
+    code = (
+        "import json, sys\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "name, = SQLiteStorage.get_runs(sys.argv[1])\n"
+        "rows = SQLiteStorage.get_logs(sys.argv[1], name)\n"
+        "print(json.dumps([[row['step'], row[sys.argv[2]]] for row in rows if sys.argv[2] in row]))"
+    )
+    environment: Mapping[str, str] = os.environ | {"TRACKIO_DIR": str(run_dir / "trackio")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, project, metric], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return [(step, value) for step, value in json.loads(done.stdout.splitlines()[-1])]
