@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from asyncrl.run.republication import Republication
 
 
+METRICS = {
+    "eval/lag_steps": "Steps that were trained while the evaluation went on; 0 on the training engines.",
+    "eval/weights_step": "Steps that had trained the weights which were evaluated, where they were those of one version.",
+    "eval/<name>": "Any other number that `eval.function` returned, by its name there.",
+}
+"""Metrics of an evaluation that its report does not know → what each is."""
+
+
 class Evaluations:
     """See the module's docstring."""
 

@@ -16,6 +16,7 @@ from asyncrl.algorithms import grpo
 from asyncrl.observability.metrics import PHASES
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.run import evaluations
 from asyncrl.training.learner import learner
 from asyncrl.weights import publication
 
@@ -54,6 +55,10 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+_NO_NUMBERS = frozenset({"rollout_id", "skipped", "versions", "others"})
+"""Fields of an EvalReport that are no metrics."""
+
+
 def _row(name: str, text: str) -> str:
     return f"| `{name}` | " + text.replace("|", "\\|") + " |"
 
@@ -69,7 +74,8 @@ def explanations() -> dict[str, str]:
         **publication.METRICS,
         "time/step_s": "Seconds of the whole step, from the end of the step before.",
         **phases,
-        **{f"eval/{name}": text for name, text in evaluation.items() if name not in ("rollout_id", "skipped")},
+        **{f"eval/{name}": text for name, text in evaluation.items() if name not in _NO_NUMBERS},
+        **evaluations.METRICS,
     }
 
 
