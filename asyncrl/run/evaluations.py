@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "eval/lag_steps": "Steps that were trained while the evaluation went on; 0 on the training engines.",
-    "eval/weights_step": "Steps that had trained the weights which were evaluated, where they were those of one version.",
+    "eval/weights_step": "Steps that had trained the evaluated weights, where these were of one version.",
     "eval/<name>": "Any other number that `eval.function` returned, by its name there.",
 }
 """Metrics of an evaluation that its report does not know → what each is."""
