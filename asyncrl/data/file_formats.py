@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -44,7 +44,7 @@ def read_file(path: Path, name: str, where: str) -> Iterator[Record]:
         yield from _parquet(path, name, where)
         return
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
             match suffix:
                 case ".jsonl":
                     yield from _json_lines(file, path, name, where)
@@ -95,7 +95,8 @@ def _object(fields: Any, where: str) -> dict[str, Any]:
 def _csv(file: IO[bytes], path: Path, name: str, where: str) -> Iterator[Record]:
     """Reads rows after a row of names. All values are text."""
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than 131,072 characters
-    rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # type: ignore[type-var]  # gzip and files alike
+    rows = csv.reader(text, strict=True)
     number = 1
     try:
         names = next(rows, [])

@@ -78,8 +78,8 @@ class Evaluator:
     ) -> None:
         """`shared` asks the training engines; `connections` opens and retires connections to other routers.
 
-        `samples` keeps what was answered. Without `beside` only `set_fleet` tells of engines that only evaluate. Ids begin
-        with the name of the `executor`.
+        `samples` keeps what was answered. Without `beside` only `set_fleet` tells of engines that only evaluate. Ids
+        begin with the name of the `executor`.
         """
         self._config = config
         self._prompts = held_out.prompts

@@ -255,6 +255,9 @@ class Run:
         was skipped: nothing was trained, so nothing is exported.
         """
         config = self.job.config
+        if self.job.stop.requested and not self._trained:
+            self.job.record.note("stopped before the first step: nothing was trained, so nothing is exported")
+            return
         if self._skipped and not self._updates:
             raise NonFiniteError(
                 f"all {self._skipped} optimizer steps were skipped, as loss or gradient were not finite "

@@ -16,6 +16,7 @@ from asyncrl.algorithms import grpo
 from asyncrl.observability.metrics import PHASES
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.run import evaluations
 from asyncrl.training.learner import learner
 from asyncrl.weights import publication
 
@@ -35,7 +36,8 @@ What to look at first: `rollout/reward_mean` (does it learn?), `rollout/zero_var
 """
 
 
-_NO_METRICS = ("rollout_id", "failure", "reward_parts")
+_NO_METRICS = frozenset({"rollout_id", "failure", "reward_parts", "skipped", "versions", "others"})
+"""Fields that are no numbers of their own."""
 
 
 def reference() -> str:
@@ -47,7 +49,7 @@ def reference() -> str:
         ),
         "weights": "The publication after the step; absent where none was due.",
         "time": "Wall time of the step by phase. The phases do not overlap, and add up to `time/step_s`.",
-        "eval": "An evaluation on held-out prompts.",
+        "eval": "An evaluation on held-out prompts; eval.function may add names of its own.",
     }
     known = explanations()
     lines = [_INTRODUCTION]
@@ -73,7 +75,8 @@ def explanations() -> dict[str, str]:
         **publication.METRICS,
         "time/step_s": "Seconds of the whole step, from the end of the step before.",
         **phases,
-        **{f"eval/{name}": text for name, text in evaluation.items() if name not in ("rollout_id", "skipped")},
+        **{f"eval/{name}": text for name, text in evaluation.items() if name not in _NO_METRICS},
+        **evaluations.METRICS,
     }
 
 
