@@ -123,7 +123,9 @@ def _precision_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"{value:g} is {held:g} in float32, in which training computes; use another value")
     for key in ("adam_beta1", "adam_beta2"):
         if _as_float32(getattr(train, key)) == 1:
-            yield Problem(f"train.{key}", f"{getattr(train, key)} is 1 in float32: the average would never move; use less")
+            yield Problem(
+                f"train.{key}", f"{getattr(train, key)} is 1 in float32: the average would never move; use less"
+            )
 
 
 def _as_float32(value: float) -> float:

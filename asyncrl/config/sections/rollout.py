@@ -31,7 +31,9 @@ class RolloutConfig(Section):
     """Must be -1 (off) for training: the engine does not renormalise its log-probs for top-k."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end a response besides the model's own end tokens; each must be one token."""
+    """Strings that end a response besides the model's own end tokens. One that is one token of the tokenizer ends it as
+    that token, and is left out of the text; one of several tokens (`</answer>`) stays in the text, and the response
+    ends with the token that completes it."""
 
     ignore_eos: bool = False
     """Always sample max_new_tokens tokens. (The engine then ignores all stop tokens too.)"""
