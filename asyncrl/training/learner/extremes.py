@@ -27,7 +27,7 @@ def describe_extremes(batch: RolloutBatch, sequences: Sequence[int], maxima: Map
     chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
     chosen[list(sequences)] = True
     tokens = batch.loss_mask & chosen.repeat_interleave(batch.sequence_lengths)
-    samples = batch.sample_index[chosen].unique()
+    samples = torch.unique(batch.sample_index[chosen])
     of_tokens = batch.token_samples[tokens]
     figures = [("reward", "reward", batch.rewards[samples], samples)]
     figures.append(("log-prob of the engine", "log-prob of the engine", batch.logprobs[tokens], of_tokens))
