@@ -49,7 +49,7 @@ def log_tail(path: str, start: int, lines: int) -> str:
     try:
         with open(path, "rb") as log:
             size = log.seek(0, os.SEEK_END)
-            begin = max(min(start, size), size - TAIL_BYTES)
+            begin = max(start if start <= size else 0, size - TAIL_BYTES)  # a log that was rotated is all new
             log.seek(begin)
             text = log.read(TAIL_BYTES).decode(errors="replace")
     except OSError as error:

@@ -71,8 +71,8 @@ class UnansweredStops:
             self._sockets.clear()
             _tell(
                 self._rank_zero,
-                f"asyncrl: rank 0 is ended by force: it still runs {self._patience.patience_s:g} s after a stop signal, "
-                "held up by code that holds the interpreter's lock (a reward with reward.workers = 0?)\n",
+                f"asyncrl: rank 0 is ended by force: it still runs {self._patience.patience_s:g} s after a stop "
+                "signal, held up by code that holds the interpreter's lock (a reward with reward.workers = 0?)\n",
             )
             with suppress(ProcessLookupError):
                 os.kill(self._rank_zero, signal.SIGKILL)
