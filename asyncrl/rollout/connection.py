@@ -58,7 +58,8 @@ class Connection:
             retry=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
             sticky=config.router.sticky,
             keeps_kv=self._on_update == "in_place",
-            detokenize=tokenizer.decode if self._on_update == "abort" else None,
+            keeps_aborted=self._on_update == "abort",
+            detokenize=tokenizer.decode,
         )
         self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
         self.slots = Slots(rollout.concurrency)
