@@ -105,6 +105,8 @@ class RequestOptions:
     """Engines keep the KV of running requests, and their prefix caches, when weights change. A request then shares KV
     only with requests of this client that were sent under the same weights (`GenerateClient.published`): an engine that
     outlives its jobs has met other weights of the same version."""
+    owner: str | None = None
+    """Name of the job, which engines that outlive it bear in their stamps."""
     detokenize: Detokenize | None = None
     """What an aborted request had generated is kept, and the next attempt goes on from there; None: it begins anew."""
 
@@ -290,7 +292,7 @@ class GenerateClient:
             self._answers.notify()
         no_engine = response.status == 404 and response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
         try:
-            asked = Asked(rid, sampling, self._options.vocab_size)
+            asked = Asked(rid, sampling, self._options.vocab_size, self._options.owner)
             generation = decode_answer(503 if no_engine else response.status, body, asked)
         except AttemptFailed as failure:
             failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))
