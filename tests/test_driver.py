@@ -85,6 +85,27 @@ def last_event(ended: Ended) -> dict[str, object]:
     return event
 
 
+@pytest.mark.parametrize("imported", ["anyio", "pydantic", "asyncrl.driver", "asyncrl.run.loop"])
+def test_a_signal_while_the_program_is_imported_is_one_line(imported: str) -> None:
+    program = f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {imported!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from asyncrl.components import run_job
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "stopped by SIGINT\n")
+
+
+def test_a_signal_in_code_of_the_user_keeps_its_traceback() -> None:
+    program = "import asyncrl.errors, os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S)
+    assert done.returncode == -signal.SIGINT and "Traceback" in done.stderr
+
+
 FAIL = 'raise TrainerError("the loss has a cold")'
 STAY = "threading.Thread(target=time.sleep, args=(120,)).start()"
 CLING = "job.disposal.push_async_callback(cling)"

@@ -26,12 +26,19 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.tasks import BackgroundTask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from asyncrl.rollout.evaluation import EvalReport
     from asyncrl.run.job import Job
     from asyncrl.run.parts import InferencePart, RolloutPart
     from asyncrl.run.republication import Republication
+
+
+METRICS: Mapping[str, str] = {
+    "eval/lag_steps": "Steps that were trained since the evaluation was due: over 0 where it goes on beside the loop.",
+    "eval/weights_step": "Step of the weights that were evaluated; absent where new ones came meanwhile.",
+}
+"""What the figures are that the loop adds to those of an `EvalReport`."""
 
 
 class Evaluations:

@@ -16,6 +16,7 @@ from asyncrl.algorithms import grpo
 from asyncrl.observability.metrics import PHASES
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.metrics import RolloutMetrics
+from asyncrl.run import evaluations
 from asyncrl.training.learner import learner
 from asyncrl.weights import publication
 
@@ -35,6 +36,10 @@ What to look at first: `rollout/reward_mean` (does it learn?), `rollout/zero_var
 """
 
 
+_NO_METRICS = frozenset({"rollout_id", "failure", "reward_parts", "skipped", "versions", "others"})
+"""Fields that are no numbers of their own."""
+
+
 def reference() -> str:
     """The text of docs/metrics.md."""
     sections = {
@@ -44,7 +49,7 @@ def reference() -> str:
         ),
         "weights": "The publication after the step; absent where none was due.",
         "time": "Wall time of the step by phase. The phases do not overlap, and add up to `time/step_s`.",
-        "eval": "An evaluation on held-out prompts.",
+        "eval": "An evaluation on held-out prompts; eval.function may add names of its own.",
     }
     known = explanations()
     lines = [_INTRODUCTION]
@@ -63,13 +68,15 @@ def explanations() -> dict[str, str]:
     rollout, evaluation = field_docstrings(RolloutMetrics), field_docstrings(EvalReport)
     phases = {f"time/{name}_s": f"Seconds of phase {name}: {what}." for name, what in PHASES.items()}
     return {
-        **{f"rollout/{name}": text for name, text in rollout.items() if name not in ("rollout_id", "failure")},
+        **{f"rollout/{name}": text for name, text in rollout.items() if name not in _NO_METRICS},
+        "rollout/reward/<part>_mean": rollout["reward_parts"],
         **learner.METRICS,
         **grpo.METRICS,
         **publication.METRICS,
         "time/step_s": "Seconds of the whole step, from the end of the step before.",
         **phases,
-        **{f"eval/{name}": text for name, text in evaluation.items() if name not in ("rollout_id", "skipped")},
+        **{f"eval/{name}": text for name, text in evaluation.items() if name not in _NO_METRICS},
+        **evaluations.METRICS,
     }
 
 
