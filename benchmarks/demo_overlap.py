@@ -3,8 +3,8 @@
     python benchmarks/demo_overlap.py [--steps 30] [--rounds 3] [--before CHECKOUT]
 
 Two tasks: the demo as it is, and short answers (128 samples of 10 tokens a step). Each round runs them with the
-README's own commands, without any environment: train.py (synchronous), and train_async.py at a staleness of up to 1 and 3.
-One more run of train.py has the engine bound to one core and the trainer to one thread: it shows how long generation
+README's own commands, without any environment: train.py (synchronous), and train_async.py at a staleness of up to 1
+and 3. One more run of train.py has the engine bound to one core and the trainer to one thread: it shows how long generation
 (T_gen, the mean wait for a batch) and training (T_train) take alone on one core each. With `--before`, train.py
 and train_async.py (staleness 1) of another checkout run beside those of this one, in turn.
 
