@@ -145,7 +145,7 @@ class SavedRollouts:
         """Nothing: the next `get` needs nothing of the last."""
         return {}
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+    async def restore(self, files: Mapping[str, bytes], step: int, on_reached: object = None) -> None:
         """Nothing was saved."""
 
     async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
