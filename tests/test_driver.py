@@ -318,3 +318,33 @@ def test_requests_for_which_no_limit_has_room_are_refused_with_the_numbers(recip
     assert "768 requests in flight need 1664 open files in the router" in ended.text
     assert "allows a process 1024" in ended.text and "use at most 448" in ended.text
     assert run_loop(recipe, "pass", "--rollout.concurrency", "448", "--dry-run", before=before).code == 0
+
+
+STANDS_STILL = """
+from asyncrl.config.layout import DRIVER_NODE
+from asyncrl.host import ProcessSpec
+host = job.hosts[DRIVER_NODE]
+spec = ProcessSpec(name="child", argv=("sleep", "120"), env={}, log_path=str(job.directory.logs / "child.log"))
+print("pids", host.pid, await host.spawn(spec), flush=True)
+os.kill(host.pid, signal.SIGSTOP)
+job.disposal.push_async_callback(cling)
+os.kill(os.getpid(), signal.SIGTERM)
+await anyio.sleep(120)
+""".strip().replace("\n", "\n    ")
+
+
+def test_what_leaves_by_force_leaves_nothing_although_the_host_stands_still(recipe: Path) -> None:
+    ended = run_loop(recipe, STANDS_STILL, *SHORT, before=CLINGING)
+    assert "leaves by force" in ended.text, ended.text
+    told = next(line for line in ended.text.splitlines() if line.startswith("pids"))
+    deadline = time.monotonic() + BOUND_S
+    while any(alive(int(pid)) for pid in told.split()[1:]):
+        assert time.monotonic() < deadline, "host or child lives on"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

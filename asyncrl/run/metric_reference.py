@@ -36,7 +36,7 @@ What to look at first: `rollout/reward_mean` (does it learn?), `rollout/zero_var
 """
 
 
-_NO_METRICS = frozenset({"rollout_id", "failure", "skipped", "versions", "others"})
+_NO_METRICS = frozenset({"rollout_id", "failure", "reward_parts", "skipped", "versions", "others"})
 """Fields that are no numbers of their own."""
 
 
@@ -69,6 +69,7 @@ def explanations() -> dict[str, str]:
     phases = {f"time/{name}_s": f"Seconds of phase {name}: {what}." for name, what in PHASES.items()}
     return {
         **{f"rollout/{name}": text for name, text in rollout.items() if name not in _NO_METRICS},
+        "rollout/reward/<part>_mean": rollout["reward_parts"],
         **learner.METRICS,
         **grpo.METRICS,
         **publication.METRICS,
