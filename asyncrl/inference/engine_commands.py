@@ -34,10 +34,10 @@ class EngineCommands:
                 await self._controller.stop_cell(engine, force=force)
                 return CarriedOut(f"{engine} is stopped")
             case SetProbing(paused=True):
-                self._controller.health_monitoring_pause()
+                await self._controller.health_monitoring_pause()
                 return CarriedOut("engines are not probed until they are resumed (asyncrl health resume)")
             case SetProbing():
-                self._controller.health_monitoring_resume()
+                await self._controller.health_monitoring_resume()
                 return CarriedOut("engines are probed again")
             case ShowHealth():
                 return health_of(self._controller.fleet(), probes_paused=self._controller.statistics().health_paused)

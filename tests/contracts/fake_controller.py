@@ -290,10 +290,10 @@ class FakeController:
             raise EngineError(f"unknown memory tags; there are {', '.join(TAGS)}")
         return frozenset(TAGS if tags is None else tags)
 
-    def health_monitoring_pause(self) -> None:
+    async def health_monitoring_pause(self) -> None:
         self._health_paused = True
 
-    def health_monitoring_resume(self) -> None:
+    async def health_monitoring_resume(self) -> None:
         self._health_paused = False
 
     async def start_cell(self, engine_id: str | None = None) -> str:

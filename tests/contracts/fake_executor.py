@@ -27,13 +27,21 @@ class FakeExecutor:
 
     name = ""
 
-    def __init__(self, *, prompts_per_step: int = 2, samples_per_prompt: int = 4, tokens: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int = 2,
+        samples_per_prompt: int = 4,
+        tokens: int = 3,
+        trainers: tuple[str, ...] = (TRAINER,),
+    ) -> None:
         self.version = ""
         self._prompts_per_step = prompts_per_step
         self._samples_per_prompt = samples_per_prompt
         self._tokens = tokens
         self._ledger = Ledger(lambda event: None)
-        self._deliveries = Deliveries()
+        self._deliveries = Deliveries(trainers)
+        self._shared: dict[int, RolloutBatch] = {}
         self._groups = 0
         self._disposed = False
 
@@ -41,16 +49,20 @@ class FakeExecutor:
         if self._disposed:
             raise RolloutError(f"rollout {rollout_id} is being gathered already, or the executor was disposed")
         self._deliveries.check_deliverable(rollout_id, trainer)
+        if rollout_id in self._shared:
+            self._deliveries.share(rollout_id, trainer)
+            return self._shared[rollout_id]
         groups = [self._finished() for _ in range(self._prompts_per_step)]
         samples = [group.result for group in groups if group.result is not None]
         self._ledger.deliver(rollout_id, groups)
         self._deliveries.deliver(rollout_id, groups, trainer)
-        return RolloutBatch.from_groups(rollout_id, samples, temperature=1.0)
+        self._shared[rollout_id] = RolloutBatch.from_groups(rollout_id, samples, temperature=1.0)
+        return self._shared[rollout_id]
 
-    async def commit(self, rollout_id: int) -> None:
-        groups = self._deliveries.commit(rollout_id)
-        assert groups is not None, "there is one trainer"
-        self._ledger.train(rollout_id, groups)
+    async def commit(self, rollout_id: int, trainer: str = TRAINER) -> None:
+        groups = self._deliveries.commit(rollout_id, trainer)
+        if groups is not None:
+            self._ledger.train(rollout_id, groups)
 
     async def save(self) -> dict[str, bytes]:
         self._deliveries.check_all_committed()

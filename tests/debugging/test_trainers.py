@@ -10,13 +10,17 @@ import torch
 
 from asyncrl.components import _config_of_engines, create_rollout_components, create_train_group
 from asyncrl.config import Config
+from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.saved_batch import save_batch
-from asyncrl.debugging.replay import NoEngines, SavedRollouts
+from asyncrl.debugging.replay import NoEngines, Replay, SavedRollouts
 from asyncrl.debugging.trainers import NoTrainer, ReplayingTrainGroup
+from asyncrl.exit_protocol import StopRequest
 from asyncrl.inference.controller import InferenceController
+from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.run.parts import InferencePart, RolloutPart, TrainingPart
 from asyncrl.training.train_group import TrainGroup
+from tests.contracts.fake_executor import FakeExecutor
 from tests.inference.conftest import StartFleet, eventually, start_fleet
 from tests.run.jobs import a_job
 from tests.training.worlds import make_batch
@@ -82,3 +86,42 @@ async def test_half_a_job_is_built_of_stand_ins(tmp_path: Path) -> None:
     assert (type(built.inference_controller), type(built.rollout_executor)) == (NoEngines, SavedRollouts)
     assert built.num_rollout_per_epoch == 4
     assert type(await create_train_group(a_job(debug={"rollout_only": True}), built)) is NoTrainer
+
+
+async def test_a_loop_that_trains_with_cross_entropy_is_compared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As entrypoints/own_loop.py does."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "train/tokens": 9, "train/loss": 0.5}\n')
+    batch, notes, events = make_batch(3), list[str](), EventLog(None)
+
+    async def train_sft(self: TrainGroup, rollout_id: int | None, batch: object, lr: float) -> dict[str, float]:
+        return {"train/tokens": 9.0, "train/loss": 0.75}
+
+    async def logprobs(self: TrainGroup, batch: RolloutBatch) -> torch.Tensor:
+        return batch.logprobs
+
+    monkeypatch.setattr(TrainGroup, "train_sft", train_sft)
+    monkeypatch.setattr(TrainGroup, "logprobs", logprobs)
+    trainer = ReplayingTrainGroup.__new__(ReplayingTrainGroup)
+    trainer._replay = Replay(
+        tmp_path / "rollouts", tolerance=1e-4, report=tmp_path / "comparison.jsonl", events=events, note=notes.append
+    )
+    await trainer.train_sft(None, batch, 1e-3)
+    assert notes == [], "a step of the warm-up"
+    await trainer.train_sft(3, batch, 1e-3)
+    assert notes[0].startswith("step 4: train/loss was 0.5, is 0.75")
+    assert [event["component"] for event in events.recent] == ["replay"]
+
+
+async def test_stand_ins_serve_several_trainers_as_the_real_parts_do(tmp_path: Path) -> None:
+    save_batch(make_batch(3), tmp_path, {})
+    saved, trainer = SavedRollouts(tmp_path, StopRequest()), NoTrainer(NoEngines(), tmp_path, "0.0")
+    fake = FakeExecutor(trainers=("actor", "critic"))
+    for name in ("actor", "critic"):
+        assert (await saved.get(3, name)).rollout_id == (await fake.get(3, name)).rollout_id == 3
+        await trainer.offload(role=name)
+        await trainer.onload(role=name)
+        await saved.commit(3, name)
+        await fake.commit(3, name)
+    assert fake.counts()["trained"] == 2

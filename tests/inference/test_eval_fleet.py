@@ -231,9 +231,9 @@ async def test_an_eval_fleet_that_starts_while_nobody_is_to_be_probed_is_not_pro
 ) -> None:
     async with with_eval_fleet(start_fleet, tmp_path, **FAST) as evaluated:
         controller = evaluated.fleet.controller
-        controller.health_monitoring_pause()
+        await controller.health_monitoring_pause()
         await controller.pin_eval_fleet(evaluated.checkpoint("0.3"), "0.3")
         await anyio.sleep(0.3)
         assert not any("health_generate" in engine.calls for engine in evaluated.engines)
-        controller.health_monitoring_resume()
+        await controller.health_monitoring_resume()
         await eventually(lambda: all("health_generate" in engine.calls for engine in evaluated.engines))

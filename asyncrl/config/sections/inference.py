@@ -29,8 +29,8 @@ class EngineConfig(Section):
 
     colocate_memory_peak_device: Literal["gpu", "cpu"] = "gpu"
     """Where memory peaks while colocated engines make room for the trainer at the start. gpu: they release their KV
-    cache only, and their weights stay beside the trainer's. cpu: they release everything, and the weights wait in host
-    memory."""
+    cache only, and their weights stay beside the trainer's. cpu: they release everything, their weights too, which are
+    gone then and come back with the first publication."""
 
     external: tuple[str, ...] = ()
     """Engines that somebody else runs, as http://host:port; `asyncrl engine MODEL` starts one. They must serve the same
@@ -197,7 +197,8 @@ class WeightsConfig(Section):
     """Keep a copy of the published weights for engines that join later: a restarted engine serves again without waiting
     for the next publication. auto: where the disk has room for it and for as much again; always: whatever room there
     is. The trainer's host memory holds a copy meanwhile, as much as the weights take, which is written beside the
-    training: neither engines nor trainer wait for the disk. never: no copy, and no memory for it."""
+    training: neither engines nor trainer wait for the disk. On disk there are up to three: the published one, the one
+    before, and the files that the next one is written over. never: no copy, and no memory for it."""
 
     directory: Path | None = None
     """Where that copy and the files of the disk transport lie; none: weights/ in the run directory. On a tmpfs such as

@@ -153,10 +153,10 @@ async def test_one_that_restarts_unseen_between_two_probes_serves_no_old_weights
     """Nobody tells that its process is another one by now; its version stamp does."""
     async with beside_one_stranger(start_fleet, **FAST) as (fleet, stranger):
         await publish(fleet, "0.0", None)
-        fleet.controller.health_monitoring_pause()
+        await fleet.controller.health_monitoring_pause()
         await stranger.restart()
         assert stranger.engine.version == "default"
-        fleet.controller.health_monitoring_resume()
+        await fleet.controller.health_monitoring_resume()
         await eventually(lambda: fleet.states() == ["serving", "pending_weights"])
         assert fleet.router.workers == [fleet.engines[0].url]
 

@@ -203,12 +203,12 @@ async def test_no_engine_is_probed_while_it_is_updated_or_probes_are_paused(star
         await anyio.sleep(0.6)
         assert "health_generate" not in fleet.engines[0].calls
         await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
-        fleet.controller.health_monitoring_pause()
+        await fleet.controller.health_monitoring_pause()
         await anyio.sleep(0.6)
         fleet.engines[0].calls.clear()
         await anyio.sleep(0.3)
         assert "health_generate" not in fleet.engines[0].calls
-        fleet.controller.health_monitoring_resume()
+        await fleet.controller.health_monitoring_resume()
         await eventually(lambda: "health_generate" in fleet.engines[0].calls)
         assert fleet.engines[0].lives == 1
 

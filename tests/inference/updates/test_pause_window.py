@@ -129,7 +129,7 @@ async def test_an_engine_that_serves_and_that_a_new_router_does_not_take_is_star
 ) -> None:
     async with start_fleet(2, restarts=3) as fleet:
         await publish(fleet, "0.0", None)
-        fleet.controller.health_monitoring_pause()
+        await fleet.controller.health_monitoring_pause()
         fleet.engines[1].suspend()
         await fleet.host.kill("router")
         await eventually(lambda: fleet.states()[1] in ("quarantined", "starting", "pending_weights"), 240)
