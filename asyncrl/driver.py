@@ -183,7 +183,8 @@ async def _run(
                 if rank_exit.stopped_by is not None:
                     await _keep_what_is_safe(job, rank_exit.leave_by)
                 if rank_exit.stop.requested:
-                    outcome.reason = "stopped on request after a finished step"
+                    when = "after a finished step" if recorder.steps else "before the first step"
+                    outcome.reason = f"stopped on request {when}"
             tasks.cancel_scope.cancel()
         if rank_exit.stopped_by is not None:
             outcome.reason = f"stopped by {rank_exit.stopped_by.name}"

@@ -85,6 +85,27 @@ def last_event(ended: Ended) -> dict[str, object]:
     return event
 
 
+@pytest.mark.parametrize("imported", ["anyio", "pydantic", "asyncrl.driver", "asyncrl.run.loop"])
+def test_a_signal_while_the_program_is_imported_is_one_line(imported: str) -> None:
+    program = f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {imported!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from asyncrl.components import run_job
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "stopped by SIGINT\n")
+
+
+def test_a_signal_in_code_of_the_user_keeps_its_traceback() -> None:
+    program = "import asyncrl.errors, os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S)
+    assert done.returncode == -signal.SIGINT and "Traceback" in done.stderr
+
+
 FAIL = 'raise TrainerError("the loss has a cold")'
 STAY = "threading.Thread(target=time.sleep, args=(120,)).start()"
 CLING = "job.disposal.push_async_callback(cling)"
@@ -297,3 +318,33 @@ def test_requests_for_which_no_limit_has_room_are_refused_with_the_numbers(recip
     assert "768 requests in flight need 1664 open files in the router" in ended.text
     assert "allows a process 1024" in ended.text and "use at most 448" in ended.text
     assert run_loop(recipe, "pass", "--rollout.concurrency", "448", "--dry-run", before=before).code == 0
+
+
+STANDS_STILL = """
+from asyncrl.config.layout import DRIVER_NODE
+from asyncrl.host import ProcessSpec
+host = job.hosts[DRIVER_NODE]
+spec = ProcessSpec(name="child", argv=("sleep", "120"), env={}, log_path=str(job.directory.logs / "child.log"))
+print("pids", host.pid, await host.spawn(spec), flush=True)
+os.kill(host.pid, signal.SIGSTOP)
+job.disposal.push_async_callback(cling)
+os.kill(os.getpid(), signal.SIGTERM)
+await anyio.sleep(120)
+""".strip().replace("\n", "\n    ")
+
+
+def test_what_leaves_by_force_leaves_nothing_although_the_host_stands_still(recipe: Path) -> None:
+    ended = run_loop(recipe, STANDS_STILL, *SHORT, before=CLINGING)
+    assert "leaves by force" in ended.text, ended.text
+    told = next(line for line in ended.text.splitlines() if line.startswith("pids"))
+    deadline = time.monotonic() + BOUND_S
+    while any(alive(int(pid)) for pid in told.split()[1:]):
+        assert time.monotonic() < deadline, "host or child lives on"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

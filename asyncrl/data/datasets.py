@@ -99,6 +99,8 @@ def _answer(record: Record, config: DataConfig, where: str, findings: Findings) 
     if value is None:
         findings.add("prompts have no answer: it is null", record.place)
         return None
+    if value == "":
+        findings.add("prompts have an empty answer", record.place)
     if isinstance(value, dict | list | tuple):
         findings.add(
             f"answers are objects or lists, which the reward gets as JSON text; {where}.answer_key reaches into them "

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -44,7 +44,7 @@ def read_file(path: Path, name: str, where: str) -> Iterator[Record]:
         yield from _parquet(path, name, where)
         return
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
             match suffix:
                 case ".jsonl":
                     yield from _json_lines(file, path, name, where)
@@ -56,7 +56,7 @@ def read_file(path: Path, name: str, where: str) -> Iterator[Record]:
         raise DataError(f"{where}: {path} cannot be read ({error})") from error
 
 
-def _json_lines(lines: io.BufferedIOBase, path: Path, name: str, where: str, hint: str = "") -> Iterator[Record]:
+def _json_lines(lines: IO[bytes], path: Path, name: str, where: str, hint: str = "") -> Iterator[Record]:
     decoder = msgspec.json.Decoder()
     for number, line in enumerate(lines, start=1):
         text = line.removeprefix(_BOM).strip()
@@ -70,7 +70,7 @@ def _json_lines(lines: io.BufferedIOBase, path: Path, name: str, where: str, hin
         yield Record(f"{name}:{number}", place, _object(fields, f"{where}: {place}"))
 
 
-def _json(file: io.BufferedIOBase, path: Path, name: str, where: str) -> Iterator[Record]:
+def _json(file: IO[bytes], path: Path, name: str, where: str) -> Iterator[Record]:
     """Reads a list of objects, or one object a line, as data sets of this suffix have either."""
     text = file.read().removeprefix(_BOM)
     if not text.lstrip().startswith(b"["):
@@ -92,7 +92,7 @@ def _object(fields: Any, where: str) -> dict[str, Any]:
     return fields
 
 
-def _csv(file: io.BufferedIOBase, path: Path, name: str, where: str) -> Iterator[Record]:
+def _csv(file: IO[bytes], path: Path, name: str, where: str) -> Iterator[Record]:
     """Reads rows after a row of names. All values are text."""
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than 131,072 characters
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # type: ignore[type-var]  # gzip and files alike

@@ -120,6 +120,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     """None until the sample is scored, and if scoring failed."""
     failure: str | None = None
     """Why generation or scoring failed (for example `reward timeout after 30 s`); None if they did not."""
+    reward_parts: dict[str, float] = {}
+    """Named numbers that the reward function returned beside the reward, or whose sum it is."""
 
     @classmethod
     def of_turn(

@@ -115,7 +115,9 @@ def load_supervised(
     examples: list[SupervisedExample] = []
     dropped = 0
     for encoded in encoded_records(records, render, tokenizer, progress, respond=respond):
-        record, target = encoded.record, np.concatenate([encoded.response_ids, end])
+        record, target = encoded.record, encoded.response_ids
+        if len(target) == 0 or target[-1] != end_id:  # a response may be written with its end
+            target = np.concatenate([target, end])
         total = len(encoded.prompt_ids) + len(target)
         if total > context_length:
             dropped += 1

@@ -16,6 +16,7 @@ from types import FrameType
 
 from asyncrl.exit_protocol.beacon import watch_rank_zero
 from asyncrl.exit_protocol.policy import ExitPolicy, Order
+from asyncrl.host.proc import kill_hosts
 from asyncrl.observability.waits import WAITS
 
 BEACON_RETRY_S = 0.2
@@ -139,7 +140,11 @@ class ExitWatch:
                 self._ordered.send(b"\0")
 
     def _leave(self) -> None:
-        """Leaves by force; says why, and what the rank was waiting for."""
+        """Leaves by force; says why, and what the rank was waiting for.
+
+        Its host is killed first: one that stands still would end nothing.
+        """
+        kill_hosts()
         now = time.monotonic()
         waits = "; ".join(wait.describe(now) for wait in WAITS.snapshot() if math.isfinite(wait.deadline_s))
         waited = f" (waiting for: {waits})" if waits else ""

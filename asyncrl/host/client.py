@@ -28,7 +28,7 @@ import anyio.to_thread
 
 from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host.ports import PortAllocator
-from asyncrl.host.proc import JOB_MARK, end_marked
+from asyncrl.host.proc import HOSTS, JOB_MARK, end_marked
 from asyncrl.host.process import MAX_LINE_BYTES, LineBuffer, ProcessExit, ProcessSpec, encode
 from asyncrl.host.process_events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
 from asyncrl.host.server import log_tail
@@ -164,6 +164,7 @@ class EngineHost:
         except OSError as error:
             ours.close()
             raise EngineError(f"engine host: cannot start it (log {log}): {error}") from error
+        HOSTS.add(popen.pid)
         ours.setblocking(False)
         events.emit(HostStarted(pid=popen.pid, job=job))
         return cls(popen, ours, job, log, events)
@@ -246,6 +247,7 @@ class EngineHost:
         except subprocess.TimeoutExpired:
             self._popen.kill()  # its guardians see that, and end what they guard
             self._popen.wait()
+        HOSTS.discard(self.pid)
         return end_marked(self.job, PATIENCE_S, LAST_KILL_TIMEOUT_S)
 
     async def _end(self, message: dict[str, Any], timeout_s: float) -> ProcessExit:

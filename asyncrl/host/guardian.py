@@ -6,7 +6,9 @@ writes a title over its environment. And it outlives the host for the moment tha
 - It tells the host `started` or `failed`, and at the end `exited`, once the tree is dead.
 - The host tells it `terminate`, which means SIGTERM to the process's group. End of file means that the host wants an
   end, or is dead: the guardian kills the tree.
-- It removes the files that the tree leaves in /dev/shm, also when job and host have ended before.
+- It removes the files that the tree leaves in /dev/shm and in its scratch directory, also when job and host have ended
+  before.
+- It watches rank 0 as well: a host that stands still (SIGSTOP) would not notice its end. Such a host is killed.
 - If the guardian itself is SIGKILLed, the process dies by its parent-death signal, and the host kills the orphans.
 """
 
@@ -14,11 +16,13 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +34,24 @@ KILL_TIMEOUT_S = 10.0
 """How long SIGKILLed descendants may take to vanish before they are reported as survivors. A GPU driver may take
 seconds to give back the memory that a process had pinned."""
 
+HOST_PATIENCE_S = 3.0
+"""How long the host may take to notice the end of rank 0: half a second, unless it stands still."""
+
 _DEFAULTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a spawned process finds at their default, even if rank 0's launcher ignored them (nohup, `&`)."""
 
 
-def fork_guardian(spec: ProcessSpec) -> tuple[int, socket.socket]:
-    """Forks a guardian for `spec` from a process of one thread; returns its pid and the host's end of its channel."""
+def fork_guardian(spec: ProcessSpec, rank_zero: int) -> tuple[int, socket.socket]:
+    """Forks a guardian for `spec` from a process of one thread; returns its pid and the host's end of its channel.
+
+    `rank_zero`: pid of the host's parent.
+    """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
             _close_all_but(theirs.fileno())
-            _Guardian(theirs, spec).run()
+            _Guardian(theirs, spec, rank_zero).run()
         except BaseException:  # this is a fork: nothing may travel up into the host's frames
             traceback.print_exc()  # into the host's log
         finally:
@@ -61,9 +71,11 @@ def _close_all_but(kept: int) -> None:
 
 
 class _Guardian:
-    def __init__(self, channel: socket.socket, spec: ProcessSpec) -> None:
+    def __init__(self, channel: socket.socket, spec: ProcessSpec, rank_zero: int) -> None:
         self.channel = channel
         self.spec = spec
+        self.host = os.getppid()
+        self.rank_zero = _pidfd(rank_zero)
         self.main = 0
         self.files = SharedFiles()
         self.ended: dict[int, int] = {}
@@ -86,6 +98,7 @@ class _Guardian:
         self.files.look(ended=self.main in self.ended)
         survivors = kill_descendants(os.getpid(), KILL_TIMEOUT_S, reap=self._reap)
         self.files.remove()
+        self._remove_scratch()
         self._tell({"exited": self.ended.get(self.main, -signal.SIGKILL), "survivors": survivors})
 
     def _launch(self) -> int:
@@ -93,6 +106,7 @@ class _Guardian:
         guardian = os.getpid()
         log = self._open_log()
         log_start = os.fstat(log).st_size
+        self._make_scratch()
         if self.spec.cpus is not None:
             try:
                 os.sched_setaffinity(0, self.spec.cpus)
@@ -133,14 +147,41 @@ class _Guardian:
             raise _CannotStart(f"cannot write its log {path!r}: {_reason(error)}") from error
         return log
 
+    def _make_scratch(self) -> None:
+        if self.spec.scratch is None:
+            return
+        try:
+            shutil.rmtree(self.spec.scratch, ignore_errors=True)
+            os.makedirs(self.spec.scratch, mode=0o700)
+        except OSError as error:
+            raise _CannotStart(f"cannot make its directory {self.spec.scratch!r}: {_reason(error)}") from error
+
+    def _remove_scratch(self) -> None:
+        if self.spec.scratch is not None:
+            shutil.rmtree(self.spec.scratch, ignore_errors=True)
+            with suppress(OSError):  # others have theirs in it
+                os.rmdir(os.path.dirname(self.spec.scratch))
+
     def _watch(self, wake: int) -> None:
-        """Returns when the process has ended, or the host wants its end."""
+        """Returns when the process has ended, or the host wants its end, or stands still although rank 0 has ended."""
         lines = LineBuffer()
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(wake, select.POLLIN)
+        orphaned_at: float | None = None
+        if self.rank_zero is not None:
+            poll.register(self.rank_zero, select.POLLIN)
+        else:
+            orphaned_at = time.monotonic()
         while self.main not in self.ended:
             ready = {fd for fd, _ in poll.poll(1000 * LOOK_S)}
+            if self.rank_zero in ready:
+                poll.unregister(self.rank_zero)
+                orphaned_at = time.monotonic()
+            if orphaned_at is not None and time.monotonic() > orphaned_at + HOST_PATIENCE_S:
+                if os.getppid() == self.host:
+                    os.kill(self.host, signal.SIGKILL)
+                return
             self.files.look()
             if wake in ready:
                 os.read(wake, 4096)
@@ -166,6 +207,13 @@ class _Guardian:
             self.channel.sendall(encode(message))
         except OSError:  # the host is gone; the work goes on without it
             return
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # it has ended
+        return None
 
 
 class _CannotStart(Exception):

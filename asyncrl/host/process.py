@@ -24,6 +24,9 @@ class ProcessSpec:
     """stdout and stderr are appended to this file."""
     cpus: tuple[int, ...] | None = None
     """Cores that the process may run on; None: those of rank 0."""
+    scratch: str | None = None
+    """Directory for temporary files: made anew for each process, and removed with its tree, however the job ends. Its
+    parent goes with the last directory in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class HostServer:
             match action:
                 case Launch(serial, spec):
                     try:
-                        pid, channel = fork_guardian(spec)
+                        pid, channel = fork_guardian(spec, self.parent)
                     except OSError as error:  # no process or descriptor left
                         failed = {"failed": f"{spec.name}: cannot fork: {error.strerror}"}
                         self._do(self.state.on_guardian(serial, failed))

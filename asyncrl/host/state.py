@@ -281,10 +281,14 @@ def _spec(message: dict[str, Any]) -> ProcessSpec:
         raise BadRequest("spawn: env must map names to strings")  # its values may be secrets: not shown
     if cpus is not None and not (isinstance(cpus, list) and all(isinstance(cpu, int) for cpu in cpus)):
         raise BadRequest(f"spawn: cpus is {cpus!r}")
+    scratch = message.get("scratch")
+    if scratch is not None and not isinstance(scratch, str):
+        raise BadRequest(f"spawn: scratch is {scratch!r}")
     return ProcessSpec(
         name=_field(message, "name", str),
         argv=tuple(argv),
         env=env,
         log_path=_field(message, "log_path", str),
         cpus=None if cpus is None else tuple(cpus),
+        scratch=scratch,
     )

@@ -110,6 +110,7 @@ class Builder:
             context_length=model.context_length,
         )
         cores = config.engine.cpus or tuple(sorted(os.sched_getaffinity(0)))
+        scratch = self._scratch.next() if device == "cpu" else None
         spec = ProcessSpec(
             name=placement.engine_id,
             argv=argv,
@@ -117,10 +118,11 @@ class Builder:
                 placement,
                 threads=None if self._layout.threads is None else self._layout.threads.engine,
                 cores=cores,
-                scratch=self._scratch.path,
+                scratch=scratch,
             ),
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
+            scratch=None if scratch is None else str(scratch),
         )
         return engine, HostedProcess(spec, host)
 

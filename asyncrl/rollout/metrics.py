@@ -102,13 +102,16 @@ class RolloutMetrics:
     """Longest queue of an engine at a look. A queue that stays long says that rollout.concurrency is too high."""
     engine_kv_use_max: float | None = None
     """Largest fraction of its KV memory that an engine had in use at a look; near 1 it takes requests back."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each named number that the reward returned, over the samples that have it."""
     failure: str = ""
     """The most common sample failure; else why the first dropped group failed; empty if none."""
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, float]:
         """Numbers by name, without the rollout id and without what was not measured."""
-        left_out = ("rollout_id", "failure")
-        return {prefix + k: v for k, v in asdict(self).items() if k not in left_out and v is not None}
+        left_out = ("rollout_id", "failure", "reward_parts")
+        named = {prefix + k: v for k, v in asdict(self).items() if k not in left_out and v is not None}
+        return named | {f"{prefix}reward/{name}_mean": mean for name, mean in self.reward_parts.items()}
 
 
 def failure_kind(failure: str) -> str:
@@ -231,6 +234,7 @@ def measure_rollout(
         response_tokens=tokens,
         seconds=interval.seconds,
         tokens_per_s=tokens / interval.period_s if interval.period_s > 0 else 0.0,
+        reward_parts=_part_means(usable),
         failure=most_common_failure(
             [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
         )
@@ -243,6 +247,15 @@ def _percentiles(values: NDArray[Any]) -> tuple[float, float, float]:
     """The 10th, 50th and 90th percentile."""
     low, middle, high = np.percentile(values, (10, 50, 90))
     return float(low), float(middle), float(high)
+
+
+def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean of each part of the rewards over the samples that have it."""
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def _staleness(rollout_id: int, samples: Sequence[Sample], bound: Bound) -> tuple[float, int]:

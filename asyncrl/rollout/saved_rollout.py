@@ -93,6 +93,7 @@ class _Sample(msgspec.Struct, frozen=True):
     text: str
     reward: float | None
     failure: str | None
+    reward_parts: dict[str, float] = {}  # not in checkpoints from before rewards had parts
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -193,6 +194,7 @@ def _group(issue: Issue, group: SampleGroup) -> _Group:
             text=sample.text,
             reward=sample.reward,
             failure=sample.failure,
+            reward_parts=sample.reward_parts,
         )
         for sample in group.samples
     )
@@ -223,6 +225,7 @@ class _Reader:
             text=saved.text,
             reward=saved.reward,
             failure=saved.failure,
+            reward_parts=saved.reward_parts,
         )
 
     def _turn(self, saved: _Turn) -> Turn:

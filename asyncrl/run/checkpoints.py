@@ -6,7 +6,8 @@ Invariants
 - An executor is saved between a commit and the next batch, and the trainer before a publication takes it off its GPUs.
 - The last trained step is saved exactly once, whatever ended the loop: its planned end, a graceful stop that came after
   the step had its turn to be saved, or a signal.
-- At a signal the step in progress is saved too. What cannot be saved is said, with the reason.
+- At a signal the step in progress is saved too. What cannot be saved, or is not kept, is said, with the reason.
+- An attempt that begins anew says so, and overwrites no export or summary of the attempt before.
 - Groups that ended after the checkpoint from which a job goes on are marked as rolled back in the event log.
 """
 
@@ -52,6 +53,10 @@ class Checkpoints:
         await self._go_on(self._executors[0])
         if self._trainer.resumed is not None:
             self._job.record.note(f"resumed from {self._trainer.resumed.path}")
+        elif self._job.directory.attempt > 0:
+            kept = await anyio.to_thread.run_sync(self._job.directory.set_results_aside)
+            aside = f"; what the attempt before left is kept in {', '.join(path.name for path in kept)}" if kept else ""
+            self._job.record.note(f"no checkpoint to go on from: training begins at the model, with step 1{aside}")
 
     async def add(self, executor: RolloutPart) -> None:
         """From now on `executor` is saved too. Where the trainer goes on from a checkpoint, it does so as well.
@@ -112,7 +117,10 @@ class Checkpoints:
         its turn first, wherever the loop was. Says what was not saved. An AsyncRLError is not raised, but said too.
         """
         now, patience_s = self._trainer.statistics(), self._job.config.run.checkpoint_grace_s
-        if not self._settings.every or now.failure is not None:
+        if now.failure is not None:
+            return
+        if not self._settings.every:
+            self._tell_loss(now.step)
             return
         step = now.step + 1  # where a step is in progress
         problem = f"{now.thread.running or 'the step in progress'} did not end within {patience_s:g} s"
@@ -139,6 +147,15 @@ class Checkpoints:
                     told = f"stopped while the checkpoint of step {step} was still being written after {patience_s:g} s"
                 self._job.record.note(told)
                 self._job.events.emit(FaultSeen(component="checkpoint", what=told))
+
+    def _tell_loss(self, step: int) -> None:
+        """The job ends after `step` steps, and no checkpoint is kept."""
+        begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
+        if step > begun and not self._job.config.debug.rollout_only:
+            self._job.record.note(
+                f"nothing was saved: the {step - begun} step(s) of this attempt are lost, as checkpoint.every is 0; "
+                f"set it, or end a job with asyncrl stop {self._job.directory.path}, which exports the policy"
+            )
 
     async def _save(self, rollout_id: int, *, wait: bool) -> bool:
         """Whether a checkpoint of rollout `rollout_id` was begun, or with `wait` was written."""

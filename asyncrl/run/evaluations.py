@@ -26,7 +26,7 @@ from asyncrl.observability.waits import WAITS
 from asyncrl.tasks import BackgroundTask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from asyncrl.rollout.evaluation import EvalReport
     from asyncrl.run.job import Job
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from asyncrl.run.republication import Republication
 
 
-METRICS = {
-    "eval/lag_steps": "Steps that were trained while the evaluation went on; 0 on the training engines.",
-    "eval/weights_step": "Steps that had trained the evaluated weights, where these were of one version.",
-    "eval/<name>": "Any other number that `eval.function` returned, by its name there.",
+METRICS: Mapping[str, str] = {
+    "eval/lag_steps": "Steps that were trained since the evaluation was due: over 0 where it goes on beside the loop.",
+    "eval/weights_step": "Step of the weights that were evaluated; absent where new ones came meanwhile.",
 }
-"""Metrics of an evaluation that its report does not know → what each is."""
+"""What the figures are that the loop adds to those of an `EvalReport`."""
 
 
 class Evaluations:

@@ -242,6 +242,9 @@ class Run:
         After a loop that ended early too; not after one that failed.
         """
         config = self.job.config
+        if self.job.stop.requested and not self._trained:
+            self.job.record.note("stopped before the first step: nothing was trained, so nothing is exported")
+            return
         await self._checkpoints.save_last()
         if self._published < self._trained or self.job.turns.engines_wait:
             await self.publish(self._trained - 1)

@@ -36,6 +36,10 @@ What to look at first: `rollout/reward_mean` (does it learn?), `rollout/zero_var
 """
 
 
+_NO_METRICS = frozenset({"rollout_id", "failure", "reward_parts", "skipped", "versions", "others"})
+"""Fields that are no numbers of their own."""
+
+
 def reference() -> str:
     """The text of docs/metrics.md."""
     sections = {
@@ -45,7 +49,7 @@ def reference() -> str:
         ),
         "weights": "The publication after the step; absent where none was due.",
         "time": "Wall time of the step by phase. The phases do not overlap, and add up to `time/step_s`.",
-        "eval": "An evaluation on held-out prompts.",
+        "eval": "An evaluation on held-out prompts; eval.function may add names of its own.",
     }
     known = explanations()
     lines = [_INTRODUCTION]
@@ -53,10 +57,6 @@ def reference() -> str:
         rows = [_row(name, text) for name, text in known.items() if name.startswith(f"{section}/")]
         lines += [f"\n## {section}\n\n{what}\n\n| metric | what it is |\n|---|---|", *rows]
     return "\n".join(lines) + "\n"
-
-
-_NO_NUMBERS = frozenset({"rollout_id", "skipped", "versions", "others"})
-"""Fields of an EvalReport that are no metrics."""
 
 
 def _row(name: str, text: str) -> str:
@@ -68,13 +68,14 @@ def explanations() -> dict[str, str]:
     rollout, evaluation = field_docstrings(RolloutMetrics), field_docstrings(EvalReport)
     phases = {f"time/{name}_s": f"Seconds of phase {name}: {what}." for name, what in PHASES.items()}
     return {
-        **{f"rollout/{name}": text for name, text in rollout.items() if name not in ("rollout_id", "failure")},
+        **{f"rollout/{name}": text for name, text in rollout.items() if name not in _NO_METRICS},
+        "rollout/reward/<part>_mean": rollout["reward_parts"],
         **learner.METRICS,
         **grpo.METRICS,
         **publication.METRICS,
         "time/step_s": "Seconds of the whole step, from the end of the step before.",
         **phases,
-        **{f"eval/{name}": text for name, text in evaluation.items() if name not in _NO_NUMBERS},
+        **{f"eval/{name}": text for name, text in evaluation.items() if name not in _NO_METRICS},
         **evaluations.METRICS,
     }
 

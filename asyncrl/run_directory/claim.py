@@ -29,7 +29,7 @@ step or an evaluation, an export). `foreign`: files of others."""
 _BEFORE_THE_FIRST_STEP = frozenset(
     {
         *(MARKER, LOCK, CONTROL, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"),
-        *("samples.jsonl", "samples.1.jsonl"),
+        *("samples.jsonl", "samples.1.jsonl", "trackers"),
     }
 )
 """What the directory of a `begun` run may hold; its metrics.jsonl is empty."""

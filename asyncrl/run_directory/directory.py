@@ -136,6 +136,21 @@ class RunDirectory:
         """File of the summary, which the end of the run writes."""
         return self.path / "summary.json"
 
+    def set_results_aside(self) -> tuple[Path, ...]:
+        """Renames the export, the summary and the curve that an earlier attempt left; returns the new paths.
+
+        For an attempt that begins anew: `export` becomes `export.attempt-0`. Raises RunDirectoryError where it cannot.
+        """
+        kept = []
+        for path in (self.export, self.summary, self.path / "reward_curve.png"):
+            aside = path.with_name(f"{path.stem}.attempt-{self.attempt - 1}{path.suffix}")
+            if path.exists():
+                try:
+                    kept.append(path.rename(aside))
+                except OSError as error:
+                    raise unusable(path, error) from error
+        return tuple(kept)
+
     @property
     def control(self) -> Path:
         """Socket on which the running job takes commands; see `control/`."""

@@ -104,6 +104,27 @@ def test_a_finished_run_is_kept_unless_asked(config):
     assert run.summary.exists()
 
 
+def test_results_of_earlier_attempts_are_set_aside_under_their_numbers(config):
+    for attempt in range(3):
+        with RunDirectory.open(config("resume")) as run:
+            kept = [path.name for path in run.set_results_aside()]
+            assert kept == ([f"export.attempt-{attempt - 1}", f"summary.attempt-{attempt - 1}.json"] if attempt else [])
+            assert not run.export.exists()
+            run.export.mkdir()
+            (run.export / "config.json").write_text(str(attempt))
+            run.summary.write_text("{}")
+    for attempt in range(2):
+        assert (run.path / f"export.attempt-{attempt}" / "config.json").read_text() == str(attempt)
+
+
+def test_a_run_that_came_to_nothing_may_have_samples_and_trackers(config):
+    with RunDirectory.open(config()) as run:
+        (run.path / "trackers").mkdir()
+        (run.path / "samples.jsonl").touch()
+    with RunDirectory.open(config()) as again:
+        assert again.path == run.path and not (run.path / "trackers").exists()
+
+
 def test_new_takes_the_next_free_name(config, tmp_path):
     paths = []
     for _ in range(3):

@@ -84,6 +84,11 @@ README = Path(__file__).parents[2] / "README.md"
         (["--engine.max-total-tokens", "10"], "engine.max_total_tokens", "do not hold one sequence of 65"),
         (["--data.size", "0"], "data.size", "'0' is not allowed; expected whole number, at least 1"),
         (["--data.system-prompt", "hi", "--data.chat-template", "false"], "data.system_prompt", "no effect"),
+        (
+            ["--data.chat-template-args.enable-thinking", "false", "--data.chat-template", "false"],
+            "data.chat_template_args",
+            "no effect",
+        ),
         (["--engine.tensor-parallel", "3"], "engine.tensor_parallel", "4 attention heads and 2 key-value heads"),
         (["--run.host", "0.0.0.0"], "run.host", "no IPv4 loopback address"),
         (["--run.host", "example.org"], "run.host", "no IPv4 loopback address"),
@@ -108,6 +113,8 @@ README = Path(__file__).parents[2] / "README.md"
             "checkpoint.resume",
             "set model.path = runs/x/checkpoints/step-000004/model",
         ),
+        (["--checkpoint.resume", "gone"], "checkpoint.resume", "gone does not exist (looked in "),
+        (["--checkpoint.resume", "."], "checkpoint.resume", "is no checkpoint (it holds no manifest.json)"),
         (["--debug.rollout-only", "--run.if-exists", "resume"], "run.if_exists", "half a job go on with"),
         (
             ["--debug.train-only", "--debug.load-rollouts", ".", "--run.dir", ".", "--run.if-exists", "resume"],
@@ -198,6 +205,8 @@ def test_a_system_prompt_needs_a_tokenizer_with_a_chat_template(load, refused):
     load(*prompt)  # the model's directory does not say
     Path("model/tokenizer_config.json").write_text("{}")
     assert "no chat template; take it out" in refused(*prompt)["data.system_prompt"]
+    arguments = ["--data.chat-template-args.enable-thinking", "false"]
+    assert "no chat template; take them out" in refused(*arguments)["data.chat_template_args"]
     assert "no chat template" in refused("--data.chat-template", "true")["data.chat_template"]
     Path("model/chat_template.jinja").write_text("{{ messages }}")
     load(*prompt)

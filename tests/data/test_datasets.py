@@ -369,6 +369,16 @@ def test_answers_that_are_null_are_counted_and_told(tmp_path: Path, plain: Polic
     assert told(write_jsonl(tmp_path / "b.jsonl", ROWS), plain) == {}
 
 
+def test_empty_answers_are_counted_and_told(tmp_path: Path, plain: PolicyTokenizer) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\n1,1\n2,\n3,\n")
+    (warning,) = told(tmp_path / "a.csv", plain).values()
+    assert (warning["event"], warning["count"], warning["first"]) == (
+        "prompts have an empty answer",
+        2,
+        f"{tmp_path}/a.csv line 3",
+    )
+
+
 def test_a_constant_answer_is_told(tmp_path: Path, plain: PolicyTokenizer) -> None:
     rows = [row | {"answer": "4"} for row in ROWS]
     (warning,) = told(write_jsonl(tmp_path / "a.jsonl", rows), plain).values()

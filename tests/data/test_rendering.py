@@ -179,6 +179,13 @@ def test_media_beside_the_text_are_told(tokenizers: dict[str, PolicyTokenizer]) 
     assert told(tokenizers["plain"], "1+1", extra={"images": None, "image": []}) == []
 
 
+def test_tools_beside_the_messages_are_told(tokenizers: dict[str, PolicyTokenizer]) -> None:
+    extra = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    (warning,) = told(tokenizers["qwen"], [USER], extra=extra)
+    assert "records have tools, which are not rendered" in warning["event"]
+    assert told(tokenizers["plain"], "1+1", extra=extra) == [] == told(tokenizers["qwen"], [USER], extra={"tools": []})
+
+
 @pytest.mark.parametrize("text", ['[{"role": "user", "content": "x"}]', " [ {'content': 'x', 'role': 'user'}]"])
 def test_a_prompt_that_is_json_inside_a_string_is_refused(tokenizers: dict[str, PolicyTokenizer], text: str) -> None:
     for style in ("plain", "chatml"):

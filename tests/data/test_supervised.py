@@ -41,6 +41,11 @@ def test_a_chat_is_taught_to_end_with_the_token_with_which_the_template_ends_tur
     assert set(plain.next_batch(0).tokens.reshape(3, -1)[:, -1].tolist()) == {2}, "plain text ends with the tokenizer's"
 
 
+def test_a_response_that_is_written_with_its_end_gets_no_second_one(tmp_path: Path) -> None:
+    batch = load(tmp_path, [{"prompt": "1", "response": "2<eos>"}, {"prompt": "1", "response": ""}]).next_batch(0)
+    assert sorted(set(batch.sampled_lengths.tolist())) == [1, 2]
+
+
 def test_batches_go_through_all_examples_and_are_the_same_in_every_run(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": str(i), "response": "x" * (i + 1)} for i in range(6)]
     first, second = load(tmp_path, rows), load(tmp_path, rows)

@@ -20,7 +20,7 @@ TREE = str(Path(__file__).with_name("tree.py"))
 async def main(log_dir: str, fifo: str, name: str, *options: str) -> None:
     async with EngineHost.start(log_dir) as host:
         argv = (sys.executable, "-I", "-S", TREE, fifo)
-        await host.spawn(ProcessSpec(name, argv, {}, f"{log_dir}/{name}.log"))
+        await host.spawn(ProcessSpec(name, argv, {}, f"{log_dir}/{name}.log", scratch=f"{log_dir}/tmp/0"))
         if "fork" in options and os.fork() == 0:
             fd = os.open(fifo, os.O_WRONLY)
             os.write(fd, f"{os.getpid()}\n".encode())

@@ -17,6 +17,7 @@ import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.host import EngineHost, ProcessSpec
+from asyncrl.host.guardian import HOST_PATIENCE_S
 from asyncrl.host.proc import JOB_MARK, marked
 from asyncrl.observability.events import EventLog
 from tests.host.roster import Roster, command_of, parent_of
@@ -80,6 +81,32 @@ async def test_sigkill_leaves_nothing(tmp_path: Path, victims: tuple[str, ...]) 
         for pid in [targets[victim] for victim in victims]:
             os.kill(pid, signal.SIGKILL)
         await running.roster.empty(GONE_S)
+
+
+async def vanished(exists: Callable[[], bool]) -> None:
+    with anyio.fail_after(GONE_S):
+        while exists():  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_host_that_stands_still_outlives_rank_zero_for_seconds_only(tmp_path: Path, signum: int) -> None:
+    async with job(tmp_path / "job") as running:
+        os.kill(running.host, signal.SIGSTOP)
+        running.rank_zero.send_signal(signum)
+        await running.roster.empty(GONE_S + HOST_PATIENCE_S)
+        await vanished(lambda: bool(command_of(running.host)))
+
+
+@pytest.mark.parametrize("victim", ["rank_zero", "host"])
+async def test_temporary_files_go_with_the_tree_however_the_job_ends(tmp_path: Path, victim: str) -> None:
+    async with job(tmp_path / "job") as running:
+        scratch = tmp_path / "job" / "tmp" / "0"
+        assert scratch.stat().st_mode & 0o777 == 0o700
+        (scratch / "socket").touch()
+        os.kill(running.rank_zero.pid if victim == "rank_zero" else running.host, signal.SIGKILL)
+        await running.roster.empty(GONE_S)
+        await vanished(scratch.parent.exists)
 
 
 async def test_a_fork_that_holds_the_lifeline_does_not_keep_the_job_alive(tmp_path: Path) -> None:

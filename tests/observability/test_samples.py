@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncrl.config.sections.shown import SamplesConfig
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, TokenSequence, Turn, VersionSpan
@@ -66,6 +67,16 @@ def test_a_kept_sample_tells_all_that_is_known_of_it(tmp_path: Path) -> None:
         "finish_reason": "stop", "tokens": 1, "versions": ["0.1"], "failure": None,
     }  # fmt: skip
     assert failed["reward"] is None and failed["failure"] == "ValueError: odd"
+
+
+def test_the_parts_of_a_reward_are_kept_with_its_sample(tmp_path: Path) -> None:
+    made = group(1, 1.25)
+    (sample,) = made.samples
+    sample = replace(sample, reward_parts={"correct": 1.0, "format": 0.25})
+    log(tmp_path).keep_step(1, [SampleGroup(made.group_id, made.prompt, (sample,))])
+    (record,) = lines(tmp_path)
+    assert record["reward_parts"] == {"correct": 1.0, "format": 0.25}
+    assert "correct" in shown(tmp_path) and "format" in shown(tmp_path)
 
 
 def test_a_sample_of_several_turns_is_kept_turn_by_turn(tmp_path: Path) -> None:

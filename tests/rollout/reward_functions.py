@@ -108,6 +108,17 @@ def returns(sample: Sample, prompt: Prompt, *, what: str) -> Any:
         "true": True,
         "float32": np.float32(0.5),
         "scalar": np.array(0.25),
+        "beyond float32": -1e39,
+        "rounds to infinity": 3.4028235677973366e38,
+        "largest": 3.4028234e38,
+        "beyond float64": 10**400,
+        "scored": {"score": 0.5, "format": np.float32(1), "found": "42"},
+        "rewarded": {"reward": 0.25, "length": 7},
+        "summed": {"correct": 1, "format": 0.25},
+        "a part beyond": {"score": 1.0, "length": 1e39},
+        "no score": {"correct": "yes", "format": 1.0},
+        "score is text": {"score": "1", "format": 1.0},
+        "empty": {},
         "coroutine": good_async(sample, prompt),
     }
     if what != "coroutine":

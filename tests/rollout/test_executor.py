@@ -369,7 +369,7 @@ async def test_what_the_model_answered_is_kept_as_text(
 ) -> None:
     settings: dict[str, Any] = {"eval": {"data": {"source": str(prompts)}}, "debug": {"save_rollouts": True}}
     async with scripted_engine() as engine, start_executor(engine, samples={"per_step": 5}, **settings) as executor:
-        executor.set_weight_version("0.0")
+        executor.set_weight_version("0.1")
         await executor.eval(0)
         await executor.get(0)
         await executor.commit(0)

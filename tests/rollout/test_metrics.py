@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import pytest
@@ -25,8 +27,10 @@ def measured(
     seconds: float = 2.0,
     period_s: float = 2.0,
     published_version: str | None = "0.1",
+    parts: Sequence[dict[str, float]] = (),
 ) -> RolloutMetrics:
     samples = [SAMPLE if f is None else msgspec.structs.replace(SAMPLE, reward=None, failure=f) for f in failures]
+    samples += [msgspec.structs.replace(SAMPLE, reward_parts=part) for part in parts]
     group = SampleGroup("0", Prompt("p:0", "1+1=", IDS), tuple(samples))
     collection = Collection(1, 8, 8)
     if dropped:
@@ -64,6 +68,12 @@ def test_a_delivery_is_measured_against_the_one_before() -> None:
     meter.generates_ahead(13)
     assert meter.delivered(began=16, now=17, failed_attempts=3, aborted_requests=5, measured={}) == Interval(1, 4, 0, 4)
     assert meter.delivered(began=18, now=19, failed_attempts=4, aborted_requests=5, measured={}) == Interval(1, 2, 1, 0)
+
+
+def test_parts_of_the_reward_have_a_mean_each_over_the_samples_that_have_them() -> None:
+    metrics = measured(parts=[{"format": 1.0, "length": 4.0}, {"format": 0.0}, {}]).as_dict()
+    assert (metrics["rollout/reward/format_mean"], metrics["rollout/reward/length_mean"]) == (0.5, 4.0)
+    assert not any(name.startswith("rollout/reward/") for name in measured(None).as_dict())
 
 
 def test_only_numbers_are_written_to_the_metrics() -> None:

@@ -206,15 +206,41 @@ async def test_a_missing_reference_answer_is_a_failure_and_no_zero(tmp_path: Pat
         ("text", None, "returned str, not a number"),
         ("list", None, "returned list, not a number"),
         ("coroutine", None, "returned a coroutine; declare it with `async def`"),
+        ("beyond float32", None, "the reward is -1e+39, which float32 cannot hold"),
+        ("rounds to infinity", None, "which float32 cannot hold"),
+        ("largest", 3.4028234e38, None),
+        ("beyond float64", None, "which float32 cannot hold"),
+        ("a part beyond", None, "part 'length' of the reward is 1e+39, which float32 cannot hold"),
+        ("no score", None, "returned no `score`, and 'correct' of its dict is str, no number"),
+        ("score is text", None, "returned str as 'score', not a number"),
+        ("empty", None, "returned an empty dict"),
     ],
 )
-async def test_only_finite_numbers_are_rewards(
+async def test_only_numbers_that_training_can_hold_are_rewards(
     tmp_path: Path, what: str, reward: float | None, failure: str | None
 ) -> None:
     async with scorer_of("returns", tmp_path, what=what) as scorer:
         score = await scorer.score(*sample_of())
         assert score.reward == reward
         assert failure is None if score.failure is None else failure is not None and failure in score.failure
+
+
+@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
+@pytest.mark.parametrize(
+    ("what", "reward", "parts"),
+    [
+        ("scored", 0.5, {"format": 1.0}),
+        ("rewarded", 0.25, {"length": 7.0}),
+        ("summed", 1.25, {"correct": 1.0, "format": 0.25}),
+        ("true", 1.0, {}),
+    ],
+)
+async def test_a_dict_is_a_reward_and_its_parts(
+    tmp_path: Path, host: EngineHost, what: str, reward: float, parts: dict[str, float], worker: bool
+) -> None:
+    async with scorer_of("returns", tmp_path, host=host if worker else None, what=what) as scorer:
+        score = await scorer.score(*sample_of())
+        assert (score.reward, score.parts, score.failure) == (reward, parts, None)
 
 
 async def test_an_async_function_runs_under_a_deadline(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def groups(draw: st.DrawFn) -> tuple[Issue, SampleGroup]:
                 finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
                 text=draw(st.text(max_size=5)),
                 reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+                reward_parts=draw(
+                    st.dictionaries(st.text("ab/ö"), st.floats(allow_nan=False, allow_infinity=False), max_size=2)
+                ),
                 failure=draw(st.none() | st.just("timeout")),
             )
         )
@@ -82,6 +85,7 @@ def plain(sample: Sample) -> Any:
         [getattr(sample, name) for name in ("sample_id", "group_id", "finish_reason", "text")],
         (
             sample.reward,
+            sample.reward_parts,
             sample.failure,
         ),
     )

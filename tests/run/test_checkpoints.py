@@ -46,13 +46,45 @@ async def test_a_checkpoint_is_written_when_it_is_due_and_at_the_end(
     assert calls == (["executor.save", f"trainer.save_checkpoint {rollout_id} {{}}{wait}"] if saved else [])
 
 
+def a_directory(path: Path, attempt: int = 1, *, kept: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        path=path,
+        events=path / "events.jsonl",
+        attempt=attempt,
+        set_results_aside=lambda: tuple(path / name for name in kept),
+    )
+
+
+async def test_an_attempt_that_finds_no_checkpoint_says_that_it_begins_anew(tmp_path: Path) -> None:
+    with closing(EventLog(tmp_path / "events.jsonl", attempt=1)) as events:
+        job = a_job()
+        job.events, job.directory = events, a_directory(tmp_path, kept=("export.attempt-0", "summary.attempt-0.json"))
+        await checkpoints(job, [], Trainer([])).resume(0)
+    (note,) = job.record.notes
+    assert note.startswith("no checkpoint to go on from: training begins at the model, with step 1; what the attempt")
+    assert note.endswith(" before left is kept in export.attempt-0, summary.attempt-0.json")
+
+
+@pytest.mark.parametrize(("step", "lost"), [(7, "3 step(s)"), (4, "")])
+async def test_a_signal_where_no_checkpoints_are_kept_tells_what_is_lost(step: int, lost: str) -> None:
+    calls: list[str] = []
+    job = a_job()
+    job.directory = a_directory(Path("runs/mine"))
+    await checkpoints(job, calls, Trainer(calls, step, resumed_at=4)).save_now()
+    assert calls == [] and len(job.record.notes) == bool(lost)
+    if lost:
+        (note,) = job.record.notes
+        assert note.startswith(f"nothing was saved: the {lost} of this attempt are lost, as checkpoint.every is 0")
+        assert "asyncrl stop runs/mine" in note
+
+
 async def test_a_restarted_job_without_a_checkpoint_rolls_back_everything(tmp_path: Path) -> None:
     with closing(EventLog(tmp_path / "events.jsonl")) as first:
         first.emit(GroupsTrained(rollout_id=0, group_ids=("a", "b")))
     calls: list[str] = []
     with closing(EventLog(tmp_path / "events.jsonl", attempt=1)) as second:
         job = a_job()
-        job.events, job.directory = second, SimpleNamespace(events=tmp_path / "events.jsonl", attempt=1)
+        job.events, job.directory = second, a_directory(tmp_path)
         of_run = checkpoints(job, calls, Trainer(calls))
         await of_run.resume(0)
         await of_run.resume(0)  # what was rolled back once is not rolled back again
@@ -90,7 +122,6 @@ WITH_THE_CRITIC = RolloutError("rollout 6 was delivered and not committed")
         (7, Written(6, 99.0), {}, "the last one took 99.0 s, and there are 6 s for it"),
         (7, Written(7, 0.5), {}, ""),
         (4, None, {}, ""),
-        (7, None, {"every": 0}, ""),
         (7, None, {"failure": "rank 1 died"}, ""),
         (7, None, {"save": WITH_THE_CRITIC}, str(WITH_THE_CRITIC)),
         (7, None, {"written": None}, "none was written within 6 s"),

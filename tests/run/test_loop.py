@@ -83,6 +83,26 @@ async def test_without_a_trainer_nothing_is_exported() -> None:
     assert "trainer.export_hf DIR" not in calls and job.record.exports == []
 
 
+async def test_a_job_that_is_stopped_before_its_first_step_exports_no_model_as_if_trained() -> None:
+    calls: list[str] = []
+    job = a_job(eval={"data": {"source": "held_out.jsonl"}}, checkpoint={"every": 1})
+    async with started(Engines(calls), Executor(calls), Trainer(calls), job=job) as run:
+        calls.clear()
+        job.stop.request()
+        assert list(run.steps()) == []
+        await run.finish()
+    assert calls == [] and job.record.exports == []
+    assert job.record.notes == ["stopped before the first step: nothing was trained, so nothing is exported"]
+
+
+async def test_a_resumed_job_that_is_stopped_before_its_next_step_exports_what_was_trained() -> None:
+    job = a_job()
+    async with started(Engines([]), Executor([]), Trainer([], resumed_at=4), job=job) as run:
+        job.stop.request()
+        await run.finish()
+    assert job.record.exports == ["DIR"]
+
+
 async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
     engines = Engines([], prepare_eval=EngineError("engine-0: gone"))
     async with started(engines, Executor([]), Trainer([])) as run:

@@ -18,8 +18,8 @@ from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
 from tests.scripted.server import ScriptedServer
 
-LARGE = (512, 512)
-"""1 MiB: travels alone."""
+LARGE = (1024, 512)
+"""2 MiB: travels alone."""
 SMALL = (64,)
 
 

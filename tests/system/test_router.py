@@ -8,14 +8,19 @@ from pathlib import Path
 import aiohttp
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER
+from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.rollout.requests.wire import SamplingParams, decode_answer, encode_prompt, encode_request
 from tests.inference.router_rig import real_router
 from tests.system.conftest import RealFleet
+from tests.tiny_policy import CHARACTERS, SPECIAL
 
 pytestmark = pytest.mark.system
+JSON = {"Content-Type": "application/json"}
 
 
 async def generate(url: str, prompt: list[int], rid: str, key: str | None = None) -> tuple[int, bytes]:
@@ -73,3 +78,19 @@ async def test_a_paused_engine_keeps_its_place_and_a_routing_key_means_nothing_t
             await client.resume()
         assert [status for status, _ in answers] == [200, 200]
         assert {msgspec.json.decode(body)["meta_info"]["id"] for _, body in answers} == {"early", "late"}
+
+
+async def test_special_tokens_stay_in_the_text_of_a_response_and_only_its_end_is_cut(serving_fleet: RealFleet) -> None:
+    tokenizer = PolicyTokenizer.load(serving_fleet.models[0])
+    sampling = SamplingParams(max_new_tokens=24, temperature=1.0, stop_token_ids=tokenizer.stop_token_ids)
+    url, texts = serving_fleet.controller.router_url, []
+    async with aiohttp.ClientSession() as session:
+        for index in range(24):
+            prompt = encode_prompt(np.array([1, 5 + index, 9], np.int32), tokenizer.vocab_size)
+            body = encode_request(f"text-{index:03d}", prompt, sampling.encode())
+            async with session.post(url + "/generate", data=body, headers=JSON) as response:
+                answer = decode_answer(response.status, await response.read(), tokenizer.vocab_size)
+            named = len(SPECIAL) + len(CHARACTERS)  # the engine reads an id without a token as id 0
+            assert answer.text == tokenizer.decode(np.where(answer.output_ids < named, answer.output_ids, 0))
+            texts.append(answer.text)
+    assert any("<bos>" in text or "<|end|>" in text for text in texts) and not any("<eos>" in text for text in texts)

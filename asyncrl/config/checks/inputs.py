@@ -73,6 +73,7 @@ def input_problems(config: Config) -> Iterator[Problem]:
     saved = config.debug.load_rollouts
     if config.debug.train_only and saved is not None and not saved.is_dir():
         yield Problem("debug.load_rollouts", f"{saved} is no directory (looked in {Path.cwd()})")
+    yield from _checkpoint_problems(config)
     yield from _erased_inputs(config)
 
 
@@ -138,6 +139,20 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return declared if isinstance(declared, dict) else None
+
+
+def _checkpoint_problems(config: Config) -> Iterator[Problem]:
+    """A checkpoint to begin from that is not there. A run that has one of its own does not need it any more."""
+    path = config.checkpoint.resume
+    if not isinstance(path, Path) or config.debug.rollout_only or any((config.run.dir / "checkpoints").glob("step-*")):
+        return
+    if not path.exists():
+        yield Problem("checkpoint.resume", f"{path} does not exist (looked in {Path.cwd()})")
+    elif not (path / "manifest.json").is_file():
+        yield Problem(
+            "checkpoint.resume",
+            f"{path} is no checkpoint (it holds no manifest.json); give a run's checkpoints/step-N",
+        )
 
 
 def _erased_inputs(config: Config) -> Iterator[Problem]:

@@ -75,7 +75,9 @@ class RewardConfig(Section):
 
     function: str = "exact_match"
     """Name in the registry (exact_match, math_verify, reasoning_gym, length) or a dotted path
-    `package.module:function`; sync or async, called with (sample, prompt), returning a float."""
+    `package.module:function`; sync or async, called with (sample, prompt), returning a number, or a dict: its `score`
+    is the reward and its other numbers are logged as rollout/reward/<name>_mean; without `score` their sum is the
+    reward."""
 
     scope: Literal["sample", "group"] = "sample"
     """What one call scores. sample: one sample, as soon as it is generated; group: a `package.module:function` is

@@ -66,7 +66,7 @@ class PromptRenderer:
     def __call__(self, record: Record) -> str:
         """Returns the prompt of `record` as text; raises DataError for a record that cannot be rendered."""
         value = required_field(record, self._key, self.where, f"{self._settings}.prompt_key")
-        self._look_for_media(record)
+        self._look_beside(record)
         if isinstance(value, str):
             return self._render_string(record, value)
         try:
@@ -168,12 +168,15 @@ class PromptRenderer:
         )
         self._findings.add(what, record.place, token)
 
-    def _look_for_media(self, record: Record) -> None:
+    def _look_beside(self, record: Record) -> None:
         field = next((name for name in _MEDIA_FIELDS if _holds_something(record.fields.get(name))), None)
         if field is not None:
             self._findings.add(
                 "records have a field of a medium, which is not used; only text is trained on", record.place, field
             )
+        if self.chat and "tools" not in self._arguments and _holds_something(record.fields.get("tools")):
+            what = f"records have tools, which are not rendered; {self._settings}.chat_template_args.tools is for all"
+            self._findings.add(what, record.place)
 
     def _refused(self, record: Record, why: str) -> DataError:
         return DataError(f'{self.where}: {record.place}: field "{self._key}" {why}')

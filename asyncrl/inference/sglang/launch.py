@@ -75,13 +75,13 @@ def _is_negatable(name: str) -> bool:
 
 
 def engine_environment(
-    placement: EnginePlacement, *, threads: int | None, cores: tuple[int, ...], scratch: Path
+    placement: EnginePlacement, *, threads: int | None, cores: tuple[int, ...], scratch: Path | None
 ) -> dict[str, str]:
     """Variables of an engine's environment on top of the host's.
 
     On CPU each rank computes with so many `threads` (None: an engine on GPUs) on `cores`. Its sockets and temporary
-    files lie in `scratch`, so that they go with the job. On GPU the temporary directory also holds compile caches,
-    which are worth keeping.
+    files lie in `scratch`, so that they go with it. None: in the machine's directory, as on GPUs, where compile caches
+    lie there that are worth keeping.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": placement.visible_devices,
@@ -99,13 +99,14 @@ def engine_environment(
     if threads is not None:
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
-            "TMPDIR": str(scratch),
             "OMP_NUM_THREADS": str(threads),
             # A crash must end the process at once: there is no GPU to dump, and the stacks are not read.
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         }
+        if scratch is not None:
+            environment["TMPDIR"] = str(scratch)
         if placement.tensor_parallel > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_threads(cores, placement.tensor_parallel)
     return environment

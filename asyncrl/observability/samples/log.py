@@ -99,6 +99,8 @@ class SampleLog:
             "versions": list(dict.fromkeys(span.version for span in sample.versions)),
             "failure": sample.failure,
         }
+        if sample.reward_parts:
+            record["reward_parts"] = sample.reward_parts
         if len(sample.turns) > 1:
             record["turns"] = [
                 {"read": self._decode(turn.context_ids), "sampled": self._decode(turn.output_ids)}

@@ -84,7 +84,7 @@ class _Group:
 
     def scored(self, sample: Sample, score: Score) -> Sample:
         """The sample with its score."""
-        sample = replace(sample, reward=score.reward, failure=score.failure)
+        sample = replace(sample, reward=score.reward, failure=score.failure, reward_parts=score.parts)
         self.observer.scored(sample)
         return sample
 

@@ -1,19 +1,25 @@
-"""Which settings of training differ from those of the checkpoint that a job goes on from. Pure."""
+"""Which settings of training and data differ from those of the checkpoint that a job goes on from. Pure."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.reading.redaction import shown
 from asyncrl.config.reading.toml import config_toml
 
-_SAME_TRAINING = frozenset({"max_tokens_per_microbatch", "tensor_parallel", "init_timeout_s", "step_timeout_s"})
-"""Settings of `train` that change how a step is computed, not its result. Another number of ranks is refused anyway."""
+_SAME_TRAINING = frozenset(
+    f"train.{name}" for name in ("max_tokens_per_microbatch", "tensor_parallel", "init_timeout_s", "step_timeout_s")
+)
+"""Settings that change how a step is computed, not its result. Another number of ranks is refused anyway."""
 
-_BATCHES = ("prompts_per_step", "max_staleness")
-"""Settings of `rollout` that decide which groups a step trains on. The executor checks those that shape a group."""
+_TOLD = (
+    *("train.", "data.", "eval.data.", "model.path", "model.dtype"),
+    *("rollout.prompts_per_step", "rollout.max_staleness"),
+)
+"""What decides what is trained, on what, and how it is measured. The executor checks what shapes a group."""
 
 
 def changed_settings(saved: str, config: Config) -> tuple[str, ...]:
@@ -21,15 +27,22 @@ def changed_settings(saved: str, config: Config) -> tuple[str, ...]:
 
     A setting that `saved` lacks, since another version wrote it, counts as unchanged.
     """
-    before, now = tomllib.loads(saved), tomllib.loads(config_toml(config))
-    names = [("train", name) for name in now["train"] if name not in _SAME_TRAINING]
-    names += [("rollout", name) for name in _BATCHES]
+    before, now = (_flat(tomllib.loads(text)) for text in (saved, config_toml(config)))
+    names = [name for name in now if name.startswith(_TOLD) and name not in _SAME_TRAINING]
     return tuple(
-        f"{section}.{name} was {_in_words(name, was)}, is {_in_words(name, now[section][name])}"
-        for section, name in names
-        if (was := before.get(section, {}).get(name)) is not None and was != now[section][name]
+        f"{name} was {_in_words(name, before[name])}, is {_in_words(name, now[name])}"
+        for name in names
+        if name in before and before[name] != now[name]
     )
 
 
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
 def _in_words(name: str, value: Any) -> str:
-    return "none" if value == "none" else shown(name, value)
+    return "none" if value == "none" else shown(name.rpartition(".")[2], value)

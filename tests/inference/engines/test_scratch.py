@@ -22,6 +22,7 @@ def test_a_run_directory_too_deep_for_sockets_gets_its_scratch_elsewhere(tmp_pat
     scratch = Scratch(tmp_path / ("d" * 90))
     scratch.create()
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(scratch.path / "tmp12345678"))
+        scratch.next().mkdir()
+        sock.bind(str(scratch.path / "0" / "tmp12345678"))
     scratch.remove()
     assert not scratch.path.exists()
