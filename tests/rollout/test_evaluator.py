@@ -269,9 +269,8 @@ async def test_an_evaluation_that_is_cancelled_leaves_no_process(
         return EvalFleetInfo("", "0.4", (), tmp_path)
 
     def running() -> int:
-        return sum(
-            "asyncrl.rollout.evaluation_process" in p.cmdline() for p in psutil.Process().children(recursive=True)
-        )
+        lines = (process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
+        return sum("asyncrl.rollout.evaluation_process" in line for line in lines)
 
     settings = {"function": "own_evaluations:hangs", "function_args": {"k": 4}}
     async with (
