@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ class _Checkpoint:
 
     @classmethod
     def of(cls, directory: Path, version: str | None) -> _Checkpoint:
-        """Without a version it is known by the name of its directory."""
+        """Without a version it is known by the name of its directory, in characters that a stamp may have."""
         absolute = directory.absolute()
-        return cls(absolute, version or absolute.name)
+        return cls(absolute, version or re.sub(r"[^\w.-]", "_", absolute.name))
 
 
 class EvalFleet:
