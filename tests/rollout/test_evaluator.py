@@ -269,7 +269,8 @@ async def test_an_evaluation_that_is_cancelled_leaves_no_process(
         return EvalFleetInfo("", "0.4", (), tmp_path)
 
     def running() -> int:
-        lines = (process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
+        mine = {child.pid for child in psutil.Process().children(recursive=True)}
+        lines = (p.info["cmdline"] or () for p in psutil.process_iter(["cmdline"]) if p.pid in mine)
         return sum("asyncrl.rollout.evaluation_process" in line for line in lines)
 
     settings = {"function": "own_evaluations:hangs", "function_args": {"k": 4}}
