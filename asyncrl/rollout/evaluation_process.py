@@ -17,11 +17,30 @@ from typing import Any
 
 import anyio
 
+from asyncrl.config.sections.run import EvalConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.errors import ConfigError, describe_exception
 from asyncrl.served import declare_models
 
 REQUEST, RESULT = "request.json", "result.json"
+
+
+def find_function(config: EvalConfig) -> None:
+    """Imports the function of `eval.function`.
+
+    Raises ConfigError where it does not import, or does not take `eval.function_args`.
+    """
+    assert config.function is not None, "asked for by the configuration"
+    function = resolve_dotted_path(config.function, setting="eval.function", error=ConfigError)
+    try:
+        inspect.signature(function).bind(Path(), **config.function_args)
+    except TypeError as error:
+        raise ConfigError(
+            f"eval.function: {config.function} is called as (hf_dir, **eval.function_args), which it does not take: "
+            f"{error}"
+        ) from error
+    except ValueError:  # a callable written in C tells no signature
+        pass
 
 
 def main(work: str) -> None:

@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import os
@@ -24,12 +23,11 @@ from typing import Any
 import anyio
 
 from asyncrl.config.sections.run import EvalConfig
-from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.data.model_files import as_model
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.host.process import ProcessSpec
 from asyncrl.observability.waits import waiting
-from asyncrl.rollout.evaluation_process import REQUEST, RESULT
+from asyncrl.rollout.evaluation_process import REQUEST, RESULT, find_function
 from asyncrl.rollout.handover import in_thread
 from asyncrl.rollout.rewards.pool import ProcessHost
 from asyncrl.served import declared_models
@@ -47,16 +45,7 @@ class ExternalEvaluation:
         Raises ConfigError for a function that does not import or does not take `eval.function_args`.
         """
         assert config.function is not None, "asked for by the configuration"
-        function = resolve_dotted_path(config.function, setting="eval.function", error=ConfigError)
-        try:
-            inspect.signature(function).bind(model, **config.function_args)
-        except TypeError as error:
-            raise ConfigError(
-                f"eval.function: {config.function} is called as (hf_dir, **eval.function_args), which it does not "
-                f"take: {error}"
-            ) from error
-        except ValueError:  # a callable written in C tells no signature
-            pass
+        find_function(config)
         if host is None:
             raise ConfigError("eval.function runs in a process of its own; give the rollout executor a host")
         self._config, self._name, self._model = config, config.function, model.absolute()
