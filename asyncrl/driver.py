@@ -242,6 +242,10 @@ def _would_start(loaded: LoadedConfig) -> None:
         check_trainable(config)
     elif config.model.builder is not None:
         resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
+    if config.eval.function is not None:
+        from asyncrl.rollout.evaluation_process import find_function
+
+        find_function(config.eval)
     if ":" in config.train.algorithm:
         from asyncrl.algorithms.chosen import make_algorithm
 

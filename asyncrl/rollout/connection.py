@@ -19,6 +19,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
+from asyncrl.data.fleet import job_name
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
@@ -60,6 +61,7 @@ class Connection:
             keeps_kv=self._on_update == "in_place",
             keeps_aborted=self._on_update == "abort",
             detokenize=tokenizer.decode,
+            owner=job_name(config.run.dir),
         )
         self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
         self.slots = Slots(rollout.concurrency)

@@ -177,7 +177,7 @@ class Run:
 
         On the training engines it returns the point. Engines of `eval.fleet` and `eval.function` go on beside the loop,
         and None is returned; `eval.if_busy` says what happens while the evaluation before is under way, for which the
-        `last` one always waits. An `hf_dir` needs one of the two.
+        `last` one always waits. An `hf_dir` needs one of the two; its result is a note and an event, and no point.
         """
         with self.job.record.phase("eval"):
             return await self._evaluations.evaluate(step, hf_dir, last=last)

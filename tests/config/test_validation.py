@@ -55,6 +55,11 @@ README = Path(__file__).parents[2] / "README.md"
             "evaluates in the place of eval.data; take one of the two out",
         ),
         (["--eval.function", "no_such:evaluate"], "eval.function", "there is no module 'no_such'"),
+        (
+            ["--eval.function", "asyncrl.demo.task:heldout_prompts", "--weights.keep-published", "never"],
+            "weights.keep_published",
+            "they read the copy; use auto or always",
+        ),
         (["--eval.function-args.k", "4"], "eval.function_args", "set eval.function"),
         (
             ["--weights.on-update", "in_place", "--engine.server-args.speculative-algorithm", "NGRAM"],

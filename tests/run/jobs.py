@@ -67,6 +67,12 @@ class Executor(Noted):
     def __init__(self, calls: list[str], **answers: Any) -> None:
         super().__init__("executor", calls, **({"get": "BATCH", "save": {}} | answers))
 
+    async def restore(self, files: Any, step: int, on_reached: Any) -> Any:
+        self.note("restore", files, step)
+        reached = self._answers.get("restore")
+        await on_reached(reached)
+        return reached
+
     async def eval(self, step: int, hf_dir: Any = None) -> Any:
         self.note("eval", step, hf_dir)
         answer = self._answers.get("eval", skipped_report(step, "nothing is asked"))

@@ -146,6 +146,11 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
 
 def _eval_problems(config: Config) -> Iterator[Problem]:
     evaluation = config.eval
+    if evaluation.beside and config.weights.keep_published == "never":
+        yield Problem(
+            "weights.keep_published",
+            "never leaves evaluations beside the loop nothing to evaluate: they read the copy; use auto or always",
+        )
     if evaluation.function is None:
         if evaluation.function_args:
             yield Problem("eval.function_args", "has no function to go to; set eval.function")

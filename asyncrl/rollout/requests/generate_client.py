@@ -109,6 +109,8 @@ class RequestOptions:
     outlives its jobs has met other weights of the same version."""
     keeps_aborted: bool = False
     """What an aborted request had generated is kept, and the next attempt goes on from there, not anew."""
+    owner: str | None = None
+    """Name of the job, which engines that outlive it bear in their stamps."""
     detokenize: Detokenize | None = None
     """Needed where aborted requests are kept, and where responses have stop strings."""
 
@@ -305,7 +307,7 @@ class GenerateClient:
             self._answers.notify()
         no_engine = response.status == 404 and response.headers.get(_ROUTER_ERROR) == _KNOWS_NO_ENGINE
         try:
-            asked = Asked(rid, sampling, self._options.vocab_size)
+            asked = Asked(rid, sampling, self._options.vocab_size, self._options.owner)
             generation = decode_answer(503 if no_engine else response.status, body, asked)
         except AttemptFailed as failure:
             failure.retry_after_s = parse_retry_after(response.headers.get("Retry-After"), datetime.now(UTC))

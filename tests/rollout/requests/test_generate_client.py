@@ -363,6 +363,17 @@ async def test_weights_that_this_attempt_did_not_publish_make_no_fresh_answer(
         assert client.statistics().malformed == {(Defect.UNPUBLISHED, ""): 1}
 
 
+async def test_weights_of_another_job_on_the_same_engine_are_never_taken_for_ours() -> None:
+    def script(request: dict[str, object], number: int) -> Action:
+        owner = "here:/runs/theirs" if number == 0 else "here:/runs/ours"
+        return Action(versions=((f"0.0@external-0@{owner}", 0, 3),))
+
+    async with scripted_engine(script) as engine, client_of(engine.url, owner="here:/runs/ours") as client:
+        client.published("0.0")
+        assert [span.version for span in (await generate(client)).versions] == ["0.0"]
+        assert len(engine.requests) == 2 and sum(client.statistics().malformed.values()) == 1
+
+
 async def test_an_answer_with_news_in_a_pause_is_judged_when_the_pause_is_over() -> None:
     clock = EngineClock()
     async with scripted_engine() as engine, client_of(engine.url, clock=clock) as client:
