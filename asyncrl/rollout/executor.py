@@ -172,7 +172,11 @@ class RolloutExecutor:
             eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")
         external = None
         if config.eval.function is not None:
-            external = await in_thread(lambda: ExternalEvaluation(config.eval, config.model.path))
+            external = await in_thread(
+                lambda: ExternalEvaluation(
+                    config.eval, config.model.path, host=self._host, log_dir=self._log_dir, name=self.name
+                )
+            )
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)

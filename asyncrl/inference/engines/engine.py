@@ -55,8 +55,12 @@ class ManagedEngine:
         events: EventLog,
         model: str = ACTOR,
         frozen: bool = False,
+        owner: str | None = None,
     ) -> None:
-        """`model` is the name of the model that it serves; the weights of a `frozen` one never change."""
+        """`model` is the name of the model that it serves; the weights of a `frozen` one never change.
+
+        `owner`: the job's name, for an engine that outlives it.
+        """
         self.model = model
         self.frozen = frozen
         self.endpoint = endpoint
@@ -86,7 +90,7 @@ class ManagedEngine:
         """Why it is DEAD or QUARANTINED."""
         self.observer: EngineObserver | None = None
         """The group that it belongs to; None before it joined one."""
-        self.client = EngineApi(endpoint.engine_id, endpoint.url, session)
+        self.client = EngineApi(endpoint.engine_id, endpoint.url, session, owner)
         self._events = events
 
     @property
