@@ -4,9 +4,9 @@
 
 Two tasks: the demo as it is, and short answers (128 samples of 10 tokens a step). Each round runs them with the
 README's own commands, without any environment: train.py (synchronous), and train_async.py at a staleness of up to 1
-and 3. One more run of train.py has the engine bound to one core and the trainer to one thread: it shows how long generation
-(T_gen, the mean wait for a batch) and training (T_train) take alone on one core each. With `--before`, train.py
-and train_async.py (staleness 1) of another checkout run beside those of this one, in turn.
+and 3. One more run of train.py has the engine bound to one core and the trainer to one thread: it shows how long
+generation (T_gen, the mean wait for a batch) and training (T_train) take alone on one core each. With `--before`,
+train.py and train_async.py (staleness 1) of another checkout run beside those of this one, in turn.
 
 `over max` is the time of a step over max(T_gen, T_train) of the same round. The columns split a step into the wait for
 a batch, training, and publishing the weights. The first steps do not count: pipelines fill and caches warm up in

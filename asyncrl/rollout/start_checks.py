@@ -7,7 +7,7 @@ from asyncrl.config.checks.named_code import TASKS, is_generated
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.errors import DataError
-from asyncrl.rollout.external_evaluation import ExternalEvaluation
+from asyncrl.rollout.evaluation_process import find_function
 from asyncrl.rollout.rewards.registry import resolve_reward
 from asyncrl.rollout.sampling import eval_sampling, longest_prompt, training_sampling
 from asyncrl.rollout.scheduling.filters import Filters
@@ -22,7 +22,7 @@ def check_rollouts(config: Config) -> None:
     resolve_reward(reward.function, reward.args, reward.scope)
     Filters(config.rollout.filters)
     if config.eval.function is not None:
-        ExternalEvaluation(config.eval, config.model.path)
+        find_function(config.eval)
     sources = [("data", config.data)] + ([("eval.data", config.eval.data)] if config.eval.data is not None else [])
     for key, data in sources:
         if is_generated(data.source) and not data.source.startswith(TASKS):
