@@ -26,7 +26,7 @@ from asyncrl.config.layout import DRIVER_NODE
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.loading import load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
-from asyncrl.errors import AsyncRLError, ModelError, RewardError, describe_exception
+from asyncrl.errors import AsyncRLError, ModelError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
 from asyncrl.host.open_files import raise_open_files
@@ -243,12 +243,18 @@ def _would_start(loaded: LoadedConfig) -> None:
         check_trainable(config)
     elif config.model.builder is not None:
         resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
+    if config.eval.function is not None:
+        from asyncrl.rollout.evaluation_process import find_function
+
+        find_function(config.eval)
     if ":" in config.train.algorithm:
         from asyncrl.algorithms.chosen import make_algorithm
 
         make_algorithm(config)
-    if ":" in config.reward.function:
-        resolve_dotted_path(config.reward.function, setting="reward.function", error=RewardError)
+    if not config.debug.train_only:
+        from asyncrl.rollout.start_checks import check_rollouts
+
+        check_rollouts(config)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_model import CONFIG
+from tests.tiny_policy import write_policy
 
 GRACE_S = 10.0
 SHORT = ("--run.stop-grace-s", "0.6")
@@ -47,11 +48,7 @@ class Ended:
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """Names a model without weights: nothing here gets as far as reading them."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(
-        json.dumps({**CONFIG, "model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 512})
-    )
+    model = write_policy(tmp_path / "model", context_length=512, config={**CONFIG, "model_type": "qwen3"})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     path = tmp_path / "recipe.toml"
     path.write_text(
@@ -284,13 +281,36 @@ def test_a_builder_that_raises_is_one_message(recipe: Path, tmp_path: Path) -> N
     assert "TypeError: no such size" in ended.text and "broken_model.py:1 in build" in ended.text
 
 
+OF_MINE = """
+import functools
+
+def broken_at_call(sample, prompt, weight): ...
+
+def checked(function):
+    @functools.wraps(function)
+    def score(*args, **kwargs):
+        return function(*args, **kwargs)
+    return score
+
+@checked
+def decorated(completions, **kwargs): ...
+"""
+
+
 @pytest.mark.parametrize(
     ("options", "config", "text"),
     [
         (("--run.dir", "/proc/x"), {}, "cannot use /proc/x"),
         (("--reward.function", "json:lods"), {}, "'json' has no 'lods'"),
+        (("--eval.function", "json:lods"), {}, "eval.function: 'json:lods': 'json' has no 'lods'"),
+        (("--eval.function", "os:getcwd"), {}, "is called as (hf_dir, **eval.function_args), which it does not take"),
         (("--train.algorithm", "json:dumps"), {}, "train.algorithm: json:dumps cannot be made with"),
         ((), {"model_type": "gpt2"}, 'model_type "gpt2" cannot be trained'),
+        (("--reward.function", "of_mine:broken_at_call"), {}, "reward.args: of_mine:broken_at_call is called as"),
+        (("--reward.function", "of_mine:decorated"), {}, "(completions, **kwargs), as TRL and verifiers call a reward"),
+        (("--rollout.filters", "fails_to_import:judge"), {}, "ZeroDivisionError"),
+        (("--data.source", "fails_to_import:prompts"), {}, "ZeroDivisionError"),
+        (("--rollout.max-new-tokens", "4"), {"max_position_embeddings": 7}, "leave no room for a prompt"),
     ],
 )
 def test_a_dry_run_refuses_what_the_start_would(
@@ -298,7 +318,9 @@ def test_a_dry_run_refuses_what_the_start_would(
 ) -> None:
     path = recipe.parent / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    ended = run_loop(recipe, "pass", "--dry-run", *options)
+    (recipe.parent / "of_mine.py").write_text(OF_MINE)
+    (recipe.parent / "fails_to_import.py").write_text("def judge(group): ...\ndef prompts(): ...\n1 / 0\n")
+    ended = run_loop(recipe, "pass", "--dry-run", *options, PYTHONPATH=str(recipe.parent))
     assert ended.code != 0 and text in ended.text, ended.text
     assert not ended.run_dir.exists()
 

@@ -5,6 +5,7 @@ None of them gives access to an engine's process. The holder of a record can onl
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,16 +29,35 @@ def routing_key(sticky: Literal["off", "group", "sample"], sample_id: str) -> st
     return sample_id.rpartition(".")[0] if sticky == "group" else sample_id
 
 
-def stamp_of(version: str, engine_id: str) -> str:
-    """Returns what engine `engine_id` stamps on the tokens that weights `version` make: `0.3@engine-1`."""
-    return f"{version}@{engine_id}"
+def stamp_of(version: str, engine_id: str, owner: str | None = None) -> str:
+    """Returns what engine `engine_id` stamps on the tokens that weights `version` make: `0.3@engine-1`.
+
+    `owner`: name of the job, on an engine that outlives it (`job_name`). Two jobs that use such an engine both count
+    0.0, 0.1, ..., and neither may take the other's weights for its own.
+    """
+    return f"{version}@{engine_id}" + ("" if owner is None else f"@{owner}")
+
+
+def job_name(run_dir: Path) -> str:
+    """Name of a job on engines that outlive it: `host:/absolute/run/directory`, the same for every attempt of a run."""
+    return f"{socket.gethostname()}:{run_dir.absolute()}"
+
+
+def owner_in(stamp: str) -> str | None:
+    """Returns the name of the job in a stamp; None if it bears none."""
+    parts = stamp.split("@", 2)
+    return parts[2] if len(parts) == 3 else None
 
 
 @lru_cache(maxsize=4096)
-def read_stamp(stamp: str) -> tuple[str, str]:
-    """Returns version and engine id of a stamp; the id is empty for a stamp that this program did not set."""
-    version, _, engine_id = stamp.partition("@")
-    return version, engine_id
+def read_stamp(stamp: str, owner: str | None = None) -> tuple[str, str]:
+    """Returns version and engine id of a stamp; the id is empty for a stamp that this program did not set.
+
+    The whole stamp stands for the version where another job than `owner` set it: it is no version of this job.
+    """
+    version, _, rest = stamp.partition("@")
+    engine_id, _, name = rest.partition("@")
+    return (stamp if name and name != owner else version), engine_id
 
 
 ACTOR = "actor"

@@ -8,6 +8,8 @@ Invariants
   tree was seen to map it, or it appeared just as a process of the tree ended and has a name that libraries give to such
   files.
 - Nothing in a directory of /dev/shm is touched: models and copies of weights may lie there.
+- A mapped file is known by its inode. glibc maps a named semaphore under a temporary name, and gives the file its own
+  name only then: by name it would seem to belong to nobody.
 """
 
 from __future__ import annotations
@@ -71,14 +73,15 @@ class SharedFiles:
 
 def mapped_by(processes: Iterable[int]) -> frozenset[str]:
     """Names of the files directly in /dev/shm that one of `processes` has mapped."""
-    found: set[str] = set()
+    inodes: set[int] = set()
     for pid in processes:
         with suppress(OSError):  # it ended in between, or belongs to another user
             for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-                name = line.partition(_DIRECTORY)[2]
-                if name and "/" not in name and not name.endswith(" (deleted)"):
-                    found.add(name)
-    return frozenset(found)
+                if _DIRECTORY in line:
+                    inodes.add(int(line.split(maxsplit=5)[4]))
+    with suppress(OSError), os.scandir(_DIRECTORY) as entries:
+        return frozenset(entry.name for entry in entries if entry.inode() in inodes)
+    return frozenset()
 
 
 def _names() -> frozenset[str]:

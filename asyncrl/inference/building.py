@@ -20,7 +20,7 @@ import anyio.to_thread
 from asyncrl.config import Config
 from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout, RouterPlacement
 from asyncrl.config.sections.inference import EngineConfig, ServingConfig
-from asyncrl.data.fleet import EngineEndpoint
+from asyncrl.data.fleet import EngineEndpoint, job_name
 from asyncrl.host import Host, HostedProcess, Hosts, ProcessSpec
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.ports import OFFSETS, EnginePorts
@@ -54,6 +54,8 @@ class Builder:
         self._reserved: list[tuple[Host, Sequence[int]]] = []
         self._scratch = Scratch(run_dir)
         self._session: aiohttp.ClientSession | None = None
+        self.owner = job_name(config.run.dir)
+        """Name of the job on engines that outlive it."""
 
     def open(self) -> None:
         """Prepares directories and the HTTP session. Call it in the event loop, before anything is made."""
@@ -81,7 +83,12 @@ class Builder:
         argv = router_argv(config.router, host=address, port=port, prometheus_port=prometheus_port)
         spec = ProcessSpec(name=name, argv=argv, env={}, log_path=str(self._logs / f"{name}.log"))
         metrics_url = f"http://{address}:{prometheus_port}/metrics"
-        client = RouterClient(f"http://{address}:{port}", self._open_session, metrics_url=metrics_url)
+        client = RouterClient(
+            f"http://{address}:{port}",
+            self._open_session,
+            metrics_url=metrics_url,
+            owner=self.owner,
+        )
         return client, HostedProcess(spec, host)
 
     async def engine(self, placement: EnginePlacement, model: ServedModel) -> tuple[ManagedEngine, HostedProcess]:
@@ -129,7 +136,7 @@ class Builder:
     def external(self, external: ExternalEngine) -> ManagedEngine:
         """An engine that somebody else runs. It tells its size and its model when it joins."""
         endpoint = EngineEndpoint(external.engine_id, 0, external.url, 1, external=True)
-        engine = ManagedEngine(endpoint, session=self._open_session, events=self._events)
+        engine = ManagedEngine(endpoint, session=self._open_session, events=self._events, owner=self.owner)
         engine.reads_copies = self._config.weights.directory is not None
         return engine
 

@@ -57,7 +57,7 @@ class FleetParts:
         for engine, process in built:
             self.actor.start_engine(engine, process)
         for external in context.layout.external:
-            self.actor.start_engine(context.builder.external(external), None)
+            self.actor.join_engine(context.builder.external(external), model.path, context.builder.owner)
         await self.models.start(model)
 
 

@@ -4,6 +4,7 @@ Invariants
 - No method waits for the terminal. Methods change the state, and the display's own thread draws it.
 - Displayed waits come from the registry of waits, so no caller has to announce what start-up waits for.
 - `stop` leaves the last state on the screen and releases the terminal. It may be called again.
+- `breakpoint()` gets the terminal to itself: from then on a live display prints plain lines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -122,6 +123,10 @@ class PlainDisplay(_Drawn):
         self._said = time.monotonic()
         self._begun = ""
 
+    def continue_from(self, state: DisplayState) -> None:
+        """Goes on where another display was, without its lines about silence: somebody may be at a prompt."""
+        self._state = state
+
     def phase(self, name: str) -> None:
         """Prints the phase when it begins, until the first step."""
         super().phase(name)
@@ -201,8 +206,12 @@ class LiveDisplay(_Drawn):
     def __init__(self, stream: TextIO, run_dir: Path | None = None) -> None:
         super().__init__(run_dir)
         self._console = Console(file=stream, force_terminal=True)
+        self._stream = stream
         self._lines: deque[str] = deque(maxlen=_PENDING_LINES)
         self._redirected: dict[str, tuple[TextIO, _LinesAbove]] = {}
+        self._breakpointhook = sys.breakpointhook
+        self._plain: PlainDisplay | None = None
+        """What prints instead, after a breakpoint."""
 
     def start(self, total_steps: int | None) -> None:
         """Redirects stdout and stderr if they are terminals, and starts drawing."""
@@ -213,11 +222,32 @@ class LiveDisplay(_Drawn):
                     self._redirected[name] = (original, _LinesAbove(original, self._lines.append))
                     setattr(sys, name, self._redirected[name][1])
             atexit.register(self.stop)  # otherwise a traceback at the exit would not be shown
+            self._breakpointhook, sys.breakpointhook = sys.breakpointhook, self._break
         super().start(total_steps)
+
+    def phase(self, name: str) -> None:
+        """Shows the phase in the table; after a breakpoint as a PlainDisplay does."""
+        super().phase(name)
+        if self._plain is not None:
+            self._plain.phase(name)
+
+    def step(self, report: StepReport) -> None:
+        """Shows the step, likewise."""
+        super().step(report)
+        if self._plain is not None:
+            self._plain.step(report)
+
+    def engines(self, serving: int, total: int) -> None:
+        """Shows the numbers, likewise."""
+        super().engines(serving, total)
+        if self._plain is not None:
+            self._plain.engines(serving, total)
 
     def note(self, text: str) -> None:
         """Prints `text` above the table, or below it once the display has stopped."""
-        if self._stopped.is_set():
+        if self._plain is not None:
+            self._plain.note(text)
+        elif self._stopped.is_set():
             self._console.print(Text(text))
         else:
             self._lines.append(text)
@@ -231,6 +261,21 @@ class LiveDisplay(_Drawn):
         self._redirected = {}
         super().stop()
         atexit.unregister(self.stop)
+        if sys.breakpointhook == self._break:
+            sys.breakpointhook = self._breakpointhook
+        if self._plain is not None:
+            self._plain.stop()
+
+    def _break(self, *args: Any, **how: Any) -> Any:
+        """In the place of `sys.breakpointhook`: a debugger's prompt would be drawn over."""
+        self.stop()
+        self._plain = PlainDisplay(self._stream)
+        self._plain.continue_from(self._state)
+        if os.environ.get("PYTHONBREAKPOINT") or self._breakpointhook is not sys.__breakpointhook__:
+            return self._breakpointhook(*args, **how)
+        import pdb
+
+        return pdb.Pdb().set_trace(sys._getframe(1))  # pdb.set_trace would stop here
 
     def _render(self) -> RenderableType:
         return render(self._state, _shown_waits(), time.monotonic())

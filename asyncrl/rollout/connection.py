@@ -19,6 +19,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
+from asyncrl.data.fleet import job_name
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
@@ -58,7 +59,9 @@ class Connection:
             retry=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
             sticky=config.router.sticky,
             keeps_kv=self._on_update == "in_place",
-            detokenize=tokenizer.decode if self._on_update == "abort" else None,
+            keeps_aborted=self._on_update == "abort",
+            detokenize=tokenizer.decode,
+            owner=job_name(config.run.dir),
         )
         self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
         self.slots = Slots(rollout.concurrency)

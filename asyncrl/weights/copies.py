@@ -41,6 +41,7 @@ import anyio.to_thread
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.observability.text_plots import size
 from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
 from asyncrl.weights.copy_file import FILE, header, write_file
@@ -216,7 +217,7 @@ class Copies:
             spare = [path for path in self._complete if path not in in_use]
             if not spare:
                 raise OSError(
-                    f"{free / 1e9:.1f} GB are free, and {needed / 1e9:.1f} GB would have to be: the copy, and as much "
+                    f"{size(free)} are free, and {size(needed)} would have to be: the copy, and as much "
                     "again for others; set weights.directory to a larger disk, or weights.keep_published"
                 )
             self._reuse(spare[0])

@@ -44,6 +44,11 @@ def test_an_engine_is_named_once(refused: Refused) -> None:
     assert "twice" in refused(f"--engine.external=[{URL!r}, '{URL}/']")["engine.external"]
 
 
+def test_localhost_and_its_address_are_one_engine(refused: Refused, load: Load) -> None:
+    assert "twice" in refused(f"--engine.external=[{URL!r}, 'http://LocalHost:30000']")["engine.external"]
+    assert load("--engine.external=http://localhost:30000").layout.external[0].url == URL
+
+
 @pytest.mark.parametrize("option", [("--engine.colocate",), ("--weights.transport", "tensor")])
 def test_weights_cannot_be_handed_over_in_place(refused: Refused, option: tuple[str, ...]) -> None:
     assert "handed over in place" in refused(f"--engine.external={URL}", *option)["engine.external"]

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.host import EngineHost, ProcessSpec
+from asyncrl.host.proc import pids
+from asyncrl.host.shared_memory import mapped_by
 from tests.inference.conftest import eventually
 
 PythonSpec = Callable[..., ProcessSpec]
@@ -110,3 +112,23 @@ async def test_files_go_although_the_host_was_killed(
         assert path.exists()
         os.kill(host.pid, signal.SIGKILL)
         await eventually(lambda: not path.exists())
+
+
+SEMAPHORES = """
+import multiprocessing, signal, sys
+context = multiprocessing.get_context("spawn")  # their names stay until somebody unlinks them
+held = [context.Semaphore() for _ in range(3)]
+open(sys.argv[1], "w").write(" ".join(semaphore._semlock.name for semaphore in held))
+signal.pause()
+"""
+
+
+async def test_the_semaphores_of_an_engine_go_with_it(host: EngineHost, python: PythonSpec, tmp_path: Path) -> None:
+    told = tmp_path / "names"
+    await host.spawn(python("engine-0", SEMAPHORES, str(told)))
+    await eventually(lambda: told.exists() and len(told.read_text().split()) == 3)
+    paths = [Path("/dev/shm") / f"sem.{name.lstrip('/')}" for name in told.read_text().split()]
+    assert all(path.exists() for path in paths)
+    await eventually(lambda: {path.name for path in paths} <= mapped_by(pids()))
+    await host.kill("engine-0")
+    assert not any(path.exists() for path in paths)

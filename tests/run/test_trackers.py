@@ -25,6 +25,8 @@ from asyncrl.config.reading.toml import config_toml
 from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.trackers.sink import TrackedRun
+from asyncrl.observability.trackers.sinks import TensorBoardSink
 from asyncrl.run.trackers import start_trackers
 from tests.rollout.fleet import eventually
 from tests.run.jobs import a_job
@@ -129,6 +131,23 @@ async def test_tensorboard_wandb_and_trackio_runs_are_read_back_by_their_own_lib
     assert [(row["step"], row["rollout/reward_mean"]) for row in rows if "rollout/reward_mean" in row] == rewards
     assert config["job"]["router_url"] == ROUTER and config["train"]["lr"] == Config().train.lr
     assert trackio_rows(tmp_path, "p", "rollout/reward_mean") == rewards
+
+
+def test_tensorboard_shows_a_resumed_run_without_the_steps_that_were_rolled_back(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(config_toml(Config()))
+    for attempt, lines in enumerate(
+        [
+            [(0, "eval/accuracy", 0.25), *((step, "train/loss", float(step)) for step in (1, 2, 3, 4))],
+            [(2, "eval/accuracy", 0.5), *((step, "train/loss", step + 0.5) for step in (3, 4, 5))],
+        ]
+    ):
+        run = TrackedRun.read(tmp_path, attempt=attempt, router_url=None)
+        sink = TensorBoardSink(run)
+        for step, name, value in lines:
+            sink.log(step, float(attempt), {name: value})
+        sink.finish()
+    assert tensorboard_scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
+    assert tensorboard_scalars(tmp_path, "eval/accuracy") == [(0, 0.25), (2, 0.5)]
 
 
 def tensorboard_scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:

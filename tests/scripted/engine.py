@@ -45,6 +45,8 @@ class ScriptedEngine(EngineCore):
             "abort_request": self._abort,
             "flush_cache": self._flush,
             "update_weight_version": self._stamp,
+            "open_session": self._open_session,
+            "close_session": self._close_session,
             "begin_weight_update": self._begin,
             "end_weight_update": self._end,
             "init_weights_update_group": self._join,
@@ -82,7 +84,8 @@ class ScriptedEngine(EngineCore):
         return answer(
             model_path=self.model_path,
             is_generation=True,
-            weight_version=self.version,
+            weight_version=self.generation.version,
+            architectures=self.architectures,
         )
 
     async def _server_info(self, body: dict[str, Any], http: web.Request) -> web.Response:
@@ -93,7 +96,7 @@ class ScriptedEngine(EngineCore):
                 dp_size=self.data_parallel,
                 pp_size=1,
                 max_running_requests=self.slots,
-                version="0.5.23",
+                version=self.package_version,
                 internal_states=[{}],
             )
 
@@ -147,6 +150,18 @@ class ScriptedEngine(EngineCore):
         async with self._scheduler.turn():
             self.generation.stamp(version)
         return answer(success=True, message=f"Weight version updated to {version}", new_version=version)
+
+    async def _open_session(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async with self._scheduler.turn():
+            if body["session_id"] in self.sessions:
+                return error("Failed to open the session. Check if a session with the same id is still open.")
+            self.sessions.add(body["session_id"])
+        return web.json_response(body["session_id"])
+
+    async def _close_session(self, body: dict[str, Any], http: web.Request) -> web.Response:
+        async with self._scheduler.turn():
+            self.sessions.discard(body["session_id"])
+        return web.Response()
 
     async def _begin(self, body: dict[str, Any], http: web.Request) -> web.Response:
         async def begin() -> str:

@@ -15,7 +15,6 @@ import anyio
 from aiohttp import web
 from torch import Tensor
 
-from asyncrl.data.fleet import read_stamp
 from tests.scripted.faults import Fault
 from tests.scripted.generation import Generation, Latency
 from tests.scripted.scheduler import Scheduler
@@ -52,6 +51,8 @@ class EngineCore(ScriptedServer):
         self.vocab_size = vocab_size
         self.context_length = 1 << 20
         self.initial_model_path = "/models/base"
+        self.architectures = ["Qwen3ForCausalLM"]
+        self.package_version = "0.5.23"
         self.seed = seed
         self.health_generates = False
         """True: /health makes the engine generate. The job starts its engines without that."""
@@ -69,6 +70,8 @@ class EngineCore(ScriptedServer):
             seed=self.seed + self.lives,
         )
         self.model_path = self.initial_model_path
+        self.sessions: set[str] = set()
+        """Ids of the open sessions (those of requests, not of updates)."""
         self.offloaded: set[str] = set()
         self.memory_calls: list[tuple[str, tuple[str, ...]]] = []
         """("release" | "resume", tags) of each memory call, in order."""
@@ -90,7 +93,7 @@ class EngineCore(ScriptedServer):
     @property
     def version(self) -> str:
         """Weight version in its stamp, without its id."""
-        return read_stamp(self.generation.version)[0]
+        return self.generation.version.partition("@")[0]
 
     @property
     def paused(self) -> bool:

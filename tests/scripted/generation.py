@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import anyio
 
-from asyncrl.data.fleet import read_stamp
 from asyncrl.tasks import Changes
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -304,7 +303,7 @@ class Generation:
         request.kv = self._digest() if kv is None else kv
 
     def _emit(self, request: _Request, count: int, version: str, digest: int, maker: str | None = None) -> None:
-        request.makers += [read_stamp(maker or version)[0]] * count
+        request.makers += [(maker or version).partition("@")[0]] * count
         if request.kv is not None and request.kv != digest:
             digest = zlib.crc32(request.kv.to_bytes(4, "big"), digest)
         salt = digest.to_bytes(4, "big")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ def external_problems(config: Config) -> Iterator[Problem]:
     for url in urls:
         if not _is_address(url):
             yield Problem(KEY, f"{url!r} is not the address of an engine; write http://host:port")
-    if len({url.rstrip("/") for url in urls}) < len(urls):
+    if len({normal_url(url) for url in urls}) < len(urls):
         yield Problem(KEY, "names an engine twice; name each once")
     if config.engine.colocate or config.weights.transport == "tensor":
         yield Problem(
@@ -35,6 +36,11 @@ def external_problems(config: Config) -> Iterator[Problem]:
             f"{', '.join(away)} is not on this machine, and a job's weights are broadcast on loopback only; set "
             "weights.transport to disk and weights.directory to a directory that has the same path there",
         )
+
+
+def normal_url(url: str) -> str:
+    """The one spelling of an engine's address: without a slash at its end, and with 127.0.0.1 for localhost."""
+    return re.sub(r"^http://localhost:", "http://127.0.0.1:", url.rstrip("/"), flags=re.IGNORECASE)
 
 
 def is_loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from asyncrl.config.checks.external import normal_url
 from asyncrl.config.checks.served import served_beside
 from asyncrl.config.layout import (
     DRIVER_NODE,
@@ -84,7 +85,7 @@ def derive_layout(
         unused_gpus=tuple(gpu for gpu in machine.all_gpus if gpu not in used),
         gpu_names=machine.gpus,
         external=tuple(
-            ExternalEngine(f"external-{i}", url.rstrip("/"), _transport(config, colocated=False))
+            ExternalEngine(f"external-{i}", normal_url(url), _transport(config, colocated=False))
             for i, url in enumerate(() if trainer_alone else config.engine.external)
         ),
         beside=served,

@@ -34,8 +34,8 @@ class EngineConfig(Section):
 
     external: tuple[str, ...] = ()
     """Engines that somebody else runs, as http://host:port; `asyncrl engine MODEL` starts one. They must serve the same
-    model. They get weights as the job's own engines do, and go on when the job ends. One that goes away is out of
-    service until it answers again."""
+    model, and belong to one job at a time. They get weights as the job's own engines do, and go on when the job ends.
+    One that goes away, or is not there at the start while others are, is out of service until it answers."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto is cuda when the job sees a GPU."""

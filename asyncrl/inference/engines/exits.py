@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,13 +10,16 @@ from asyncrl.errors import EngineError
 from asyncrl.host import HostedProcess, ProcessExit
 
 TAIL_LINES = 20
+_SHARED_MEMORY = "/dev/shm"
+_LITTLE_BYTES = 64 << 20
+"""An engine needs about 1 MB there at its start, and on several GPUs some tens more."""
 
 
 def describe_exit(name: str, process: ProcessExit, log_path: Path, when: str) -> str:
     """`engine-0 (pid 17) exited with code 1 before its first generation. Last lines of …:` and those lines."""
     return (
         f"{name} (pid {process.pid}) {_manner(process.returncode)} {when}. Last lines of {log_path}:\n"
-        f"{indent(process.log_tail)}"
+        f"{indent(process.log_tail)}{shared_memory_hint(ended_by_bus_error=process.returncode == -signal.SIGBUS)}"
     )
 
 
@@ -25,7 +29,21 @@ async def last_lines(process: HostedProcess) -> str:
         tail = await process.tail(TAIL_LINES)
     except EngineError as error:
         tail = f"(unknown: {error})"
-    return f"Last lines of {process.spec.log_path}:\n{indent(tail)}"
+    return f"Last lines of {process.spec.log_path}:\n{indent(tail)}{shared_memory_hint()}"
+
+
+def shared_memory_hint(*, ended_by_bus_error: bool = False) -> str:
+    """A line about /dev/shm where it is nearly full, or where a process ended as it does for lack of room there."""
+    try:
+        disk = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:
+        return ""
+    if disk.free >= _LITTLE_BYTES and not ended_by_bus_error:
+        return ""
+    return (
+        f"\n{_SHARED_MEMORY} has {disk.free >> 20} of {disk.total >> 20} MiB free, and a process that finds no room "
+        "there is ended by SIGBUS: remove files that no process uses, or enlarge it (docker run --shm-size)"
+    )
 
 
 def indent(log_tail: str) -> str:

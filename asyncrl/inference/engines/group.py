@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import anyio
 import structlog
@@ -20,9 +21,9 @@ from asyncrl.host import HostedProcess
 from asyncrl.inference.context import FleetContext
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.engine_keeper import EngineKeeper
-from asyncrl.inference.engines.external_keeper import ExternalKeeper
 from asyncrl.inference.engines.keeper import CatchUpEngine, Keeper, KeeperContext
 from asyncrl.inference.engines.supervision import Supervision
+from asyncrl.inference.external.keeper import ExternalKeeper
 from asyncrl.inference.fleet_events import FleetReady
 from asyncrl.inference.gpus.shared_gpus import SharedGpus
 from asyncrl.inference.routing.router_keeper import RouterKeeper
@@ -97,14 +98,19 @@ class EngineGroup:
         """Starts the router and keeps it running."""
         self._supervision.start(self._router.run, f"keep the router of {self.name}")
 
-    def start_engine(self, engine: ManagedEngine, process: HostedProcess | None) -> None:
-        """Starts a new engine and keeps it running; without `process`, an external engine joins."""
+    def start_engine(self, engine: ManagedEngine, process: HostedProcess) -> None:
+        """Starts a new engine and keeps it running."""
+        self._take(engine)
+        self._start_keeper(EngineKeeper(engine, self._keeping, process))
+
+    def join_engine(self, engine: ManagedEngine, model: Path, owner: str) -> None:
+        """Has an external engine join, which must serve the model in directory `model`, as an engine of job `owner`."""
+        self._take(engine)
+        self._start_keeper(ExternalKeeper(engine, self._keeping, model, owner))
+
+    def _take(self, engine: ManagedEngine) -> None:
         self.engines.append(engine)
         engine.observer = self
-        keeping = self._keeping
-        self._start_keeper(
-            ExternalKeeper(engine, keeping) if process is None else EngineKeeper(engine, keeping, process)
-        )
 
     def start_again(self, engine: ManagedEngine) -> None:
         """Starts an engine that was stopped or given up, and whose keeper has ended."""
@@ -192,6 +198,8 @@ class EngineGroup:
     async def wait_ready(self) -> None:
         """Returns when the router answers and every engine has generated; each start has its own deadline.
 
+        External engines that do not answer are not waited for, if others do.
+
         Raises EngineError when no engine is to run.
         """
         await self._wait(lambda: self._router.answers and self._all_generated(), "first start")
@@ -213,7 +221,7 @@ class EngineGroup:
                     f"{purpose}: no engine is left in the trainer's turn on its GPUs: {self.states()}"
                 )
             able = sum(engine.takes_weights for engine in self.engines)
-            return able > 0 and able >= min(number, len(coming))
+            return able > 0 and able >= min(number, sum(not keeper.absent for keeper in coming))
 
         await self._wait(enough, purpose)
 
@@ -222,7 +230,7 @@ class EngineGroup:
 
         Does not wait for an engine that is started only after the trainer has left its GPUs.
         """
-        await self._wait(lambda: all(keeper.engine.serves for keeper in self._coming()), "recovery")
+        await self._wait(lambda: all(k.engine.serves for k in self._coming() if not k.absent), "recovery")
 
     async def wait_until(self, satisfied: Callable[[], bool]) -> None:
         """Returns once `satisfied()`, which is asked after each change; the caller sets a deadline."""
@@ -260,7 +268,8 @@ class EngineGroup:
         return [keeper for keeper in self._wanted() if not self._gpus.keeps_out(keeper.engine)]
 
     def _all_generated(self) -> bool:
-        return all(keeper.has_generated for keeper in self._wanted())
+        wanted = self._wanted()
+        return any(k.has_generated for k in wanted) and all(k.has_generated or k.absent for k in wanted)
 
     def changed(self) -> None:
         """Makes waiting tasks look again: an engine generated, changed its state, or is wanted no more."""
@@ -271,7 +280,7 @@ class EngineGroup:
             self._events.emit(
                 FleetReady(
                     model=self.name,
-                    engines=len(wanted),
+                    engines=sum(keeper.has_generated for keeper in wanted),
                     seconds=self.start_s,
                     router_url=router.url,
                     metrics_url=router.metrics_url,

@@ -70,6 +70,8 @@ class Keeper(ABC):
         self.context = context
         self.has_generated = False
         """Whether the engine ever generated since this keeper has it."""
+        self.absent = False
+        """Whether nobody waits for it: it does not answer, and is asked again beside the job."""
         self.restarts = 0
         """How often it was started, or joined, anew."""
         self._unwanted = anyio.Event()

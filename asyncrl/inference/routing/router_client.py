@@ -16,6 +16,7 @@ import aiohttp
 import anyio
 import msgspec
 
+from asyncrl.data.fleet import read_stamp
 from asyncrl.errors import EngineError
 from asyncrl.inference.sglang.engine_api import ProbeAnswer
 from asyncrl.observability.waits import waiting
@@ -53,9 +54,15 @@ class _WorkerList(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Control calls to the router at `url`; `metrics_url` is that of its figures for Prometheus, if known."""
+    """Control calls to the router at `url`; `metrics_url` is that of its figures for Prometheus, if known.
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, metrics_url: str = "") -> None:
+    `owner`: name of the job, which engines that outlive it bear in their stamps.
+    """
+
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, *, metrics_url: str = "", owner: str | None = None
+    ) -> None:
+        self._owner = owner
         self.url = url
         self.metrics_url = metrics_url
         self._session = session
@@ -116,8 +123,8 @@ class RouterClient:
         if status != 200:
             raise EngineError(f"router: no generation: HTTP {status}: {raw[:300].decode(errors='replace')}")
         generation = _decode("POST /generate", raw, ProbeAnswer)
-        if version is not None and generation.meta_info.weight_version != version:
-            stamp = generation.meta_info.weight_version
+        stamp = read_stamp(generation.meta_info.weight_version, self._owner)[0]
+        if version is not None and stamp != version:
             raise EngineError(f"router: a generation was made by weights {stamp!r} instead of {version!r}")
         return generation
 

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from msgspec.structs import force_setattr
 
-from asyncrl.data.fleet import read_stamp, stamp_of
+from asyncrl.data.fleet import owner_in, read_stamp, stamp_of
 from asyncrl.errors import EngineError
 from asyncrl.observability.waits import waiting
 from asyncrl.weights.buckets import TensorSpec
@@ -52,7 +52,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     model_path: str
     weight_version: str
-    """Without the engine's id, which follows it in the engine's stamp."""
+    """Without the engine's id, which follows it in the engine's stamp. The whole stamp where it bears a job's name."""
+    architectures: list[str] | None = None
+    model_type: str | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "weight_version", read_stamp(self.weight_version)[0])
@@ -64,6 +66,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     tp_size: int
     dp_size: int = 1
     pp_size: int = 1
+    model_path: str | None = None
+    """With which it was started."""
+    version: str | None = None
+    """Of SGLang."""
 
 
 class VersionRun(msgspec.Struct, frozen=True):
@@ -121,9 +127,11 @@ class _Reply(msgspec.Struct, frozen=True):
 class EngineApi:
     """Control calls to the engine `engine_id` at `url`."""
 
-    def __init__(self, engine_id: str, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, engine_id: str, url: str, session: aiohttp.ClientSession, owner: str | None = None) -> None:
+        """`owner`: name of the job, for the stamps of an engine that outlives it."""
         self.engine_id = engine_id
         self.url = url
+        self._owner = owner
         self._session = session
 
     @classmethod
@@ -183,7 +191,13 @@ class EngineApi:
 
     async def model_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> ModelInfo:
         """The version and the directory of the weights that the engine holds."""
-        return self._decode("/model_info", await self._call("GET", "/model_info", None, timeout_s), ModelInfo)
+        info = self._decode("/model_info", await self._call("GET", "/model_info", None, timeout_s), ModelInfo)
+        return msgspec.structs.replace(info, weight_version=read_stamp(info.weight_version, self._owner)[0])
+
+    async def owner(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
+        """The name of the job in the engine's stamp; None where it bears none."""
+        raw = await self._call("GET", "/model_info", None, timeout_s)
+        return owner_in(self._decode("/model_info", raw, ModelInfo).weight_version)
 
     async def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> ServerInfo:
         """The parallel sizes with which the engine was started; its scheduler answers."""
@@ -191,8 +205,29 @@ class EngineApi:
 
     async def set_version(self, version: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stamps every token generated from now on with `version` and this engine's id; running requests go on."""
-        body = {"new_version": stamp_of(version, self.engine_id), "abort_all_requests": False}
+        await self._set_stamp(stamp_of(version, self.engine_id, self._owner), timeout_s)
+
+    async def disown(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Takes the name of the job off the engine's stamp."""
+        await self._set_stamp("free", timeout_s)
+
+    async def _set_stamp(self, stamp: str, timeout_s: float) -> None:
+        body = {"new_version": stamp, "abort_all_requests": False}
         await self._command("/update_weight_version", body, timeout_s)
+
+    async def open_session(self, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """Opens the session `name`; False where it is open. It holds no memory before a request uses it."""
+        try:
+            await self._call("POST", "/open_session", {"session_id": name, "capacity_of_str_len": 1}, timeout_s)
+        except EngineRequestError as error:
+            if error.status != 400:
+                raise
+            return False
+        return True
+
+    async def close_session(self, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Closes the session `name`; does nothing where it is not open."""
+        await self._call("POST", "/close_session", {"session_id": name}, timeout_s)
 
     # weights
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncrl.errors import EngineError
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.sglang.engine_api import EngineRequestError, PauseMode
 from asyncrl.inference.updates.deadlines import Deadlines
@@ -31,6 +32,8 @@ async def open_session(
     baseline first: random numbers and their checksums.
     """
     client = engine.client
+    if engine.endpoint.external and engine.version is not None:
+        await _check_holds(engine, engine.version, deadlines)
     if not engine.offloaded:
         await client.pause(mode, deadlines.pause_s)
     await client.set_version(f"torn:{version}", deadlines.step_s)
@@ -38,6 +41,21 @@ async def open_session(
     if engine.version is None and not engine.proved and verify:
         await client.check_weights("reset_tensors", timeout_s=deadlines.walk_s)
         engine.baseline = await client.check_weights("checksum", timeout_s=deadlines.walk_s)
+
+
+async def stamp(engine: ManagedEngine, version: str, deadlines: Deadlines) -> None:
+    """Stamps weights that arrived as `version`; raises EngineError where somebody else changed the engine meanwhile."""
+    if engine.endpoint.external:
+        await _check_holds(engine, f"torn:{version}", deadlines)
+    await engine.client.set_version(version, deadlines.step_s)
+
+
+async def _check_holds(engine: ManagedEngine, version: str, deadlines: Deadlines) -> None:
+    held = (await engine.client.model_info(deadlines.step_s)).weight_version
+    if held != version:
+        raise EngineError(
+            f"{engine.engine_id}: it holds weights {held!r} instead of {version!r}: somebody else uses it"
+        )
 
 
 async def close_session(engine: ManagedEngine, *, restored: str | None, deadlines: Deadlines) -> None:

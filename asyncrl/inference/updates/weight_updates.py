@@ -29,7 +29,7 @@ from asyncrl.inference.sglang.engine_api import Checksums
 from asyncrl.inference.updates.copies_in_use import Published
 from asyncrl.inference.updates.leases import sort_acks
 from asyncrl.inference.updates.participants import Participants, complaints, register
-from asyncrl.inference.updates.sessions import PAUSE_MODES, close_session, open_session, resume
+from asyncrl.inference.updates.sessions import PAUSE_MODES, close_session, open_session, resume, stamp
 from asyncrl.inference.updates.state import UpdateState
 from asyncrl.inference.updates.verify import abbreviate, disagreement, unreceived
 from asyncrl.observability.events import EventLog
@@ -180,7 +180,7 @@ class WeightUpdates:
         party.keep_updating()
         await party.each(lambda engine: engine.client.end_weight_update(deadlines.walk_s))
         verified = await self._verify(party, lease.version)
-        await party.each(lambda engine: engine.client.set_version(lease.version, deadlines.step_s))
+        await party.each(lambda engine: stamp(engine, lease.version, deadlines))
         if not party.remaining:
             raise EnginesLostError(f"weights {lease.version}: no engine holds them: {party.complaints()}")
         await party.each(lambda engine: resume(engine, deadlines))

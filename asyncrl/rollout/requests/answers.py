@@ -81,6 +81,8 @@ class Asked:
     sampling: SamplingParams
     vocab_size: int
     """Token ids are below it."""
+    owner: str | None = None
+    """Name of the job, which engines that outlive it bear in their stamps."""
 
 
 class _Finish(msgspec.Struct):
@@ -171,7 +173,7 @@ def _generation(answer: _Answer[int], asked: Asked) -> Generation:
         output_ids,
         _logprobs([token.logprob for token in tokens], engine),
         meta.finish_reason.type,
-        _versions(spans, len(ids), engine),
+        _versions(spans, len(ids), engine, asked.owner),
         answer.text,
         engine,
     )
@@ -211,9 +213,10 @@ def _logprobs(values: list[float], engine: str) -> NDArray[np.float32]:
     return logprobs
 
 
-def _versions(spans: list[VersionSpan], count: int, engine: str) -> tuple[VersionSpan, ...]:
+def _versions(spans: list[VersionSpan], count: int, engine: str, owner: str | None) -> tuple[VersionSpan, ...]:
     """Spans that cover [0, count) without a gap, by the versions in their stamps."""
-    spans = [VersionSpan(read_stamp(span.version)[0], span.start, span.end) for span in spans if span.end > span.start]
+    made = [span for span in spans if span.end > span.start]
+    spans = [VersionSpan(read_stamp(span.version, owner)[0], span.start, span.end) for span in made]
     at = 0
     for span in spans:
         if span.start != at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,12 +14,16 @@ import anyio
 import anyio.abc
 import pytest
 
-from asyncrl.config.layout import ExternalEngine
+from asyncrl.config.layout import ExternalEngine, ProcessLayout
+from asyncrl.data.fleet import owner_in
 from asyncrl.errors import EngineError
+from asyncrl.inference.external import claims
+from asyncrl.inference.external import keeper as external_keeper
+from asyncrl.inference.sglang.engine_api import EngineApi, new_session
 from asyncrl.inference.updates import deadlines
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.engines.test_recovery import FAST, publish, serves
-from tests.scripted import ScriptedEngine, freeze, refuse
+from tests.scripted import ScriptedEngine, freeze, garbage, instead, refuse
 
 pytestmark = pytest.mark.anyio
 
@@ -205,7 +210,7 @@ async def test_it_is_stopped_and_started_like_others_but_lives_on(start_fleet: S
         assert stranger.engine.alive
         assert fleet.router.workers == [fleet.engines[0].url]
         await publish(fleet, "0.1", tmp_path)
-        assert stranger.engine.version == "0.0"
+        assert stranger.engine.version == "free"
         await fleet.controller.start_cell("external-0")
         await eventually(lambda: serves(fleet, 1, "0.1"))
 
@@ -218,12 +223,179 @@ async def test_one_that_is_not_there_is_named_with_its_url(start_fleet: StartFle
 
 
 async def test_one_with_data_parallel_ranks_is_refused(start_fleet: StartFleet) -> None:
+    async with one_stranger() as engine, start_fleet(0, layout=layout_of(engine.url)) as fleet:
+        engine.data_parallel = 2
+        with pytest.raises(EngineError, match=r"data parallel size 2 .* tensor-parallel ranks only"):
+            await fleet.controller.wait_ready()
+
+
+# whose engine it is
+
+
+@asynccontextmanager
+async def one_stranger() -> AsyncIterator[ScriptedEngine]:
     async with anyio.create_task_group() as tasks:
         engine = ScriptedEngine()
-        engine.data_parallel = 2
         await Stranger(engine, tasks).start()
-        layout = replace(cpu_layout(0), external=(ExternalEngine("external-0", engine.url, "broadcast"),))
-        async with start_fleet(0, layout=layout) as fleet:
-            with pytest.raises(EngineError, match=r"data parallel size 2 .* tensor-parallel ranks only"):
-                await fleet.controller.wait_ready()
+        yield engine
         engine.kill()
+
+
+def layout_of(*urls: str, own: int = 0) -> ProcessLayout:
+    external = tuple(ExternalEngine(f"external-{n}", url, "broadcast") for n, url in enumerate(urls))
+    return replace(cpu_layout(own), external=external)
+
+
+def alive(monkeypatch: pytest.MonkeyPatch, *owners: str) -> None:
+    """Jobs of these names live, and no others."""
+    monkeypatch.setattr(claims, "is_alive", lambda owner: owner in owners)
+
+
+async def taken_by(engine: ScriptedEngine, owner: str) -> None:
+    async with new_session() as session:
+        await claims.claim(EngineApi("external-7", engine.url, session, owner), owner, 5.0)
+
+
+OTHER = "elsewhere:/runs/other"
+
+
+async def test_an_engine_of_another_job_is_refused_by_the_name_of_that_job_and_left_alone(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive(monkeypatch, OTHER)
+    async with one_stranger() as engine:
+        await taken_by(engine, OTHER)
+        engine.generation.stamp(stamp := f"0.4@external-7@{OTHER}")
+        await engine.generation.pause("retract")  # by its owner, in the middle of an update
+        engine.weights.session = True
+        async with start_fleet(0, layout=layout_of(engine.url)) as fleet:
+            with pytest.raises(EngineError, match=r"belongs to the job in /runs/other on elsewhere"):
+                await fleet.controller.wait_ready()
+        assert engine.generation.version == stamp and engine.paused and engine.session and engine.sessions
+        assert not {"abort_request", "continue_generation", "generate"} & set(engine.calls)
+
+
+async def test_of_two_jobs_that_come_at_once_one_gets_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"here:/runs/{number}" for number in range(4)]
+    alive(monkeypatch, *names)
+    refused: list[str] = []
+    async with one_stranger() as engine, anyio.create_task_group() as tasks:
+
+        async def come(name: str) -> None:
+            try:
+                await taken_by(engine, name)
+            except EngineError as error:
+                refused.append(str(error))
+
+        for name in names:
+            tasks.start_soon(come, name)
+        with anyio.fail_after(10):
+            await eventually(lambda: len(refused) == 3)
+    owner = owner_in(engine.generation.version)
+    assert owner in names and all(f"the job in {owner.partition(':')[2]}" in message for message in refused)
+
+
+async def test_what_a_killed_job_left_is_taken_over(start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive(monkeypatch)
+    async with one_stranger() as engine:
+        await taken_by(engine, OTHER)
+        async with start_fleet(0, layout=layout_of(engine.url)) as fleet:
+            fleet.engines.append(engine)
+            await publish(fleet, "0.0", None)
+            assert serves(fleet, 0, "0.0")
+            assert str(owner_in(engine.generation.version)).endswith(str(fleet.controller._builder._config.run.dir))
+            await fleet.controller.dispose()
+        assert engine.generation.version == "free" and not engine.sessions
+        await taken_by(engine, OTHER)
+
+
+@pytest.mark.parametrize("when", ["between updates", "in an update"])
+async def test_an_intruder_is_noticed_and_its_weights_are_never_published_as_ours(
+    start_fleet: StartFleet, when: str
+) -> None:
+    async with beside_one_stranger(start_fleet) as (fleet, stranger):
+        await publish(fleet, "0.0", None)
+
+        async def intrude() -> None:
+            stranger.engine.generation.stamp(f"0.0@external-0@{OTHER}")
+
+        if when == "between updates":
+            await intrude()
+        else:
+            stranger.engine.script(instead("end_weight_update", intrude))
+        await publish(fleet, "0.1", None)
+        assert serves(fleet, 0, "0.1") and fleet.router.workers == [fleet.engines[0].url]
+        told = [event for event in fleet.events.recent if event["kind"] == "engine_state"]
+        assert any(e["engine"] == "external-0" and "somebody else uses it" in str(e["reason"]) for e in told)
+
+
+async def test_probes_notice_an_intruder_too(start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive(monkeypatch, OTHER)
+    async with beside_one_stranger(start_fleet, **FAST) as (fleet, stranger):
+        await publish(fleet, "0.0", None)
+        stranger.engine.generation.stamp(f"0.0@external-0@{OTHER}")
+        await eventually(lambda: fleet.router.workers == [fleet.engines[0].url])
+        await fleet.controller.dispose()
+        assert OTHER in stranger.engine.generation.version, "what another job has taken is left to it"
+
+
+async def test_an_engine_of_another_model_is_refused_before_anything_is_written_into_it(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100, "hidden_size": 8, "model_type": "qwen3"}))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps({"vocab_size": 120, "hidden_size": 8, "model_type": "qwen3"}))
+    async with one_stranger() as engine:
+        engine.initial_model_path = str(theirs)
+        async with start_fleet(0, layout=layout_of(engine.url)) as fleet:
+            with pytest.raises(EngineError, match=r"serves another model \(vocab_size is 120 there and 100 here\)"):
+                await fleet.controller.wait_ready()
+        assert set(engine.calls) <= {"model_info", "server_info"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"package_version": "0.4.1"}, r"runs SGLang 0\.4\.1, and this job needs"),
+        ({"fault": refuse("server_info", 404, times=None)}, "is no engine that this job can use: .*404"),
+        ({"fault": garbage("model_info", times=None)}, "is no engine that this job can use"),
+    ],
+    ids=["another version", "no such route", "another server"],
+)
+async def test_what_no_waiting_changes_is_told_at_once(
+    start_fleet: StartFleet, change: dict[str, Any], told: str
+) -> None:
+    async with one_stranger() as engine:
+        if "fault" in change:
+            engine.script(change["fault"])
+        else:
+            engine.package_version = change["package_version"]
+        async with start_fleet(0, layout=layout_of(engine.url)) as fleet:
+            with anyio.fail_after(10), pytest.raises(EngineError, match=told):
+                await fleet.controller.wait_ready()
+
+
+async def test_the_job_begins_with_engines_that_answer_and_keeps_asking_for_the_rest(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_keeper, "ABSENT_S", 0.3)
+    async with one_stranger() as there, anyio.create_task_group() as tasks:
+        late = Stranger(ScriptedEngine(), tasks)
+        await late.start()
+        late.engine.kill()
+        await eventually(lambda: late.engine._runner is None)
+        layout = layout_of(there.url, late.engine.url)
+        async with start_fleet(0, layout=layout, engine={"start_timeout_s": 2.0}) as fleet:
+            fleet.engines += [there, late.engine]
+            with anyio.fail_after(10):
+                await publish(fleet, "0.0", None)
+            assert serves(fleet, 0, "0.0")
+            await fleet.controller.recover_updatable_engines()
+            await anyio.sleep(2.5)  # past the time that a start may take
+            assert fleet.states() == ["serving", "starting"] and not fleet.failures
+            await late.start()
+            await eventually(lambda: fleet.states()[1] == "pending_weights")
+            await publish(fleet, "0.1", None)
+            assert serves(fleet, 0, "0.1") and serves(fleet, 1, "0.1")
+        late.engine.kill()

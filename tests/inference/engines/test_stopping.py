@@ -14,7 +14,7 @@ from asyncrl.config.layout import ExternalEngine
 from asyncrl.errors import EngineError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.inference.engines import group, keeper
-from asyncrl.inference.engines.external_keeper import ExternalKeeper
+from asyncrl.inference.external.keeper import ExternalKeeper
 from tests.inference.conftest import Fleet, StartFleet, cpu_layout, dispose_within, eventually
 from tests.inference.engines.test_recovery import publish, serves
 from tests.inference.test_eval_fleet import with_eval_fleet

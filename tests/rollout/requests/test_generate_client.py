@@ -157,7 +157,7 @@ async def test_after_a_failure_of_the_engine_another_one_is_asked_for_and_after_
 @pytest.mark.parametrize("kept", [True, False])
 async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
     engine = failing_first("abort", 1)
-    options = {"detokenize": lambda ids: " ".join(map(str, ids))} if kept else {}
+    options = {"keeps_aborted": True, "detokenize": lambda ids: " ".join(map(str, ids))} if kept else {}
     async with scripted_engine(engine.script) as engine, client_of(engine.url, **options) as client:
         client.published("0.1")
         generation = await generate(client)
@@ -175,7 +175,7 @@ async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
 async def test_what_was_aborted_with_its_last_token_is_whole() -> None:
     async with (
         scripted_engine(failing_first("abort", 9).script) as engine,
-        client_of(engine.url, detokenize=lambda ids: " ".join(map(str, ids))) as client,
+        client_of(engine.url, keeps_aborted=True, detokenize=lambda ids: " ".join(map(str, ids))) as client,
     ):
         sampling = replace(SAMPLING, stop_token_ids=(2,))
         generation = await client.generate("00000000.000", PROMPT, sampling)
@@ -191,7 +191,7 @@ async def test_what_was_aborted_under_weights_that_nobody_published_is_not_kept(
     heard: list[RequestFailed] = []
     async with (
         scripted_engine(script) as engine,
-        client_of(engine.url, detokenize=str, on_failure=heard.append) as client,
+        client_of(engine.url, keeps_aborted=True, detokenize=str, on_failure=heard.append) as client,
     ):
         client.published("0.1")
         assert (await generate(client)).output_ids.tolist() == [1, 3, 2]
@@ -361,6 +361,17 @@ async def test_weights_that_this_attempt_did_not_publish_make_no_fresh_answer(
         versions = [span.version for span in (await generate(client)).versions]
         assert versions == ["0.1", "0.2"] and len(engine.requests) == 2
         assert client.statistics().malformed == {(Defect.UNPUBLISHED, ""): 1}
+
+
+async def test_weights_of_another_job_on_the_same_engine_are_never_taken_for_ours() -> None:
+    def script(request: dict[str, object], number: int) -> Action:
+        owner = "here:/runs/theirs" if number == 0 else "here:/runs/ours"
+        return Action(versions=((f"0.0@external-0@{owner}", 0, 3),))
+
+    async with scripted_engine(script) as engine, client_of(engine.url, owner="here:/runs/ours") as client:
+        client.published("0.0")
+        assert [span.version for span in (await generate(client)).versions] == ["0.0"]
+        assert len(engine.requests) == 2 and sum(client.statistics().malformed.values()) == 1
 
 
 async def test_an_answer_with_news_in_a_pause_is_judged_when_the_pause_is_over() -> None:
