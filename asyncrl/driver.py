@@ -37,7 +37,7 @@ from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
 from asyncrl.run.job import Job
 from asyncrl.run.pauses import Pauses
-from asyncrl.run.recorder import Recorder, conclude
+from asyncrl.run.recorder import Recorder, conclude, conclude_failure
 from asyncrl.run.turns import make_turns
 from asyncrl.run_directory import RunDirectory
 from asyncrl.tasks import Background
@@ -109,6 +109,10 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
                     partial(_run, loop, loaded, config, run, events, recorder, outcome, rank_exit),
                     backend_options={"use_uvloop": True},
                 )
+        except Exception:
+            rank_exit.expect_exit(outcome.exit_code)
+            conclude_failure(recorder, outcome.reason, run_dir=run.path, model=config.model.path)
+            raise
         finally:
             rank_exit.expect_exit(outcome.exit_code)
         log.flush()

@@ -153,6 +153,17 @@ asyncrl.driver.conclude = interrupted
     assert json.loads((ended.run_dir / "summary.json").read_text())["outcome"] == "finished"
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_job_that_fails_leaves_a_summary_of_what_it_has_trained(recipe: Path, steps: int) -> None:
+    ended = run_loop(recipe, f"job.record.start(5, {steps}); {FAIL}")
+    assert ended.code == 1 and ended.text.endswith("error: the loss has a cold\n"), ended.text
+    summary = ended.run_dir / "summary.json"
+    assert summary.exists() == bool(steps)
+    if steps:
+        record = json.loads(summary.read_text())
+        assert (record["outcome"], record["steps"], record["export"]) == ("the loss has a cold", 3, None)
+
+
 def test_a_second_signal_during_the_summary_ends_it(recipe: Path) -> None:
     before = """
 import asyncrl.driver

@@ -160,8 +160,9 @@ class Checkpoints:
         begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
         if step > begun and not self._job.config.debug.rollout_only:
             self._job.record.note(
-                f"nothing was saved: the {step - begun} step(s) of this attempt are lost, as checkpoint.every is 0; "
-                f"set it, or end a job with asyncrl stop {self._job.directory.path}, which exports the policy"
+                f"nothing was saved: no job can go on after the {step - begun} step(s) of this attempt, as "
+                f"checkpoint.every is 0; set it, or end a job with asyncrl stop {self._job.directory.path}, which "
+                "exports the policy"
             )
 
     async def _save(self, rollout_id: int, *, wait: bool) -> bool:
