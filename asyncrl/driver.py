@@ -161,7 +161,10 @@ async def _run(
 ) -> None:
     """Rank 0: everything inside the event loop."""
     with rank_exit:
-        async with EngineHost.start(run.logs, events) as host, anyio.create_task_group() as tasks:
+        async with (
+            EngineHost.start(run.logs, events, rank_exit.stop_signals) as host,
+            anyio.create_task_group() as tasks,
+        ):
             tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
             tasks.start_soon(partial(watch_stalls, events=events), name="stall watch")
             async with AsyncExitStack() as disposal:

@@ -265,6 +265,29 @@ def signalled(*args, meant={when}, **kwargs):
     assert f"asked: {when.endswith('open')}" in ended.text
 
 
+HOLDING = "import re; re.match('(a+)+$', 'a' * 60 + 'b')"  # for years, and holds the interpreter's lock
+
+
+@pytest.mark.parametrize("signalled", ["while it hangs", "before it hangs"])
+def test_a_job_whose_interpreter_is_held_ends_within_15_s_of_a_stop_signal(recipe: Path, signalled: str) -> None:
+    if signalled == "while it hangs":
+        hold = f"threading.Thread(target=lambda: exec({HOLDING!r}), daemon=True).start()"
+        kill = "subprocess.Popen(['sh', '-c', f'sleep 1; kill -INT {os.getpid()}'])"
+        loop = f"import subprocess; {kill}; {hold}; await anyio.sleep(60)"
+    else:
+        loop = f"""
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await anyio.sleep(60)
+    finally:
+        exec({HOLDING!r})
+"""
+    ended = run_loop(recipe, loop, "--run.stop-grace-s", "3")
+    assert ended.code == -signal.SIGKILL, ended.text
+    assert "rank 0 is ended by force: it still runs 4.5 s after a stop signal" in ended.text
+    assert ended.seconds < 20  # 3 + 1.5 + 0.5, and the start
+
+
 def test_a_stopped_job_does_not_wait_for_what_a_thread_still_imports(recipe: Path) -> None:
     loop = f"{STAY}; os.kill(os.getpid(), signal.SIGTERM); await anyio.sleep(60)"
     ended = run_loop(recipe, loop, "--run.stop-grace-s", "29")

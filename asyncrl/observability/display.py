@@ -4,12 +4,13 @@ Invariants
 - No method waits for the terminal. Methods change the state, and the display's own thread draws it.
 - Displayed waits come from the registry of waits, so no caller has to announce what start-up waits for.
 - `stop` leaves the last state on the screen and releases the terminal. It may be called again.
-- `breakpoint()` gets the terminal to itself: from then on a live display prints plain lines.
+- A prompt (`breakpoint()`, `input`) has the terminal to itself: from then on a live display prints plain lines.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import io
 import math
 import os
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Literal, Protocol, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -172,8 +173,13 @@ class _LinesAbove(io.TextIOBase):
         self._put = put
         self._lock = threading.Lock()
         self._rest = ""
+        self._finished = False
 
     def write(self, text: str) -> int:
+        if self._finished:  # by a handler or a debugger that still holds this object
+            self._original.write(text)
+            self._original.flush()
+            return len(text)
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             for line in lines:
@@ -181,9 +187,10 @@ class _LinesAbove(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Passes on the text after the last newline."""
+        """Passes on the text after the last newline. What is written from now on goes to the original."""
         if self._rest:
             self.write("\n")
+        self._finished = True
 
     def isatty(self) -> bool:
         return True
@@ -209,9 +216,9 @@ class LiveDisplay(_Drawn):
         self._stream = stream
         self._lines: deque[str] = deque(maxlen=_PENDING_LINES)
         self._redirected: dict[str, tuple[TextIO, _LinesAbove]] = {}
-        self._breakpointhook = sys.breakpointhook
+        self._input = builtins.input
         self._plain: PlainDisplay | None = None
-        """What prints instead, after a breakpoint."""
+        """What prints instead, once somebody has asked for input."""
 
     def start(self, total_steps: int | None) -> None:
         """Redirects stdout and stderr if they are terminals, and starts drawing."""
@@ -222,11 +229,11 @@ class LiveDisplay(_Drawn):
                     self._redirected[name] = (original, _LinesAbove(original, self._lines.append))
                     setattr(sys, name, self._redirected[name][1])
             atexit.register(self.stop)  # otherwise a traceback at the exit would not be shown
-            self._breakpointhook, sys.breakpointhook = sys.breakpointhook, self._break
+            self._input, builtins.input = builtins.input, self._ask
         super().start(total_steps)
 
     def phase(self, name: str) -> None:
-        """Shows the phase in the table; after a breakpoint as a PlainDisplay does."""
+        """Shows the phase in the table; after an `input` as a PlainDisplay does."""
         super().phase(name)
         if self._plain is not None:
             self._plain.phase(name)
@@ -261,21 +268,17 @@ class LiveDisplay(_Drawn):
         self._redirected = {}
         super().stop()
         atexit.unregister(self.stop)
-        if sys.breakpointhook == self._break:
-            sys.breakpointhook = self._breakpointhook
+        if builtins.input == self._ask:
+            builtins.input = self._input
         if self._plain is not None:
             self._plain.stop()
 
-    def _break(self, *args: Any, **how: Any) -> Any:
-        """In the place of `sys.breakpointhook`: a debugger's prompt would be drawn over."""
+    def _ask(self, prompt: object = "") -> str:
+        """In the place of `input`: a prompt would be drawn over."""
         self.stop()
         self._plain = PlainDisplay(self._stream)
         self._plain.continue_from(self._state)
-        if os.environ.get("PYTHONBREAKPOINT") or self._breakpointhook is not sys.__breakpointhook__:
-            return self._breakpointhook(*args, **how)
-        import pdb
-
-        return pdb.Pdb().set_trace(sys._getframe(1))  # pdb.set_trace would stop here
+        return self._input(prompt)
 
     def _render(self) -> RenderableType:
         return render(self._state, _shown_waits(), time.monotonic())

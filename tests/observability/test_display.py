@@ -317,8 +317,8 @@ def test_log_lines_do_not_tear_the_live_table(tmp_path: Path) -> None:
     assert [line for line in screen if line.strip()][-1].startswith("╰")
 
 
-BREAKPOINT = """
-import sys, time
+PROMPT = """
+import pdb, sys, time
 from asyncrl.observability.display import make_display
 from asyncrl.observability.run_view import StepReport
 
@@ -327,32 +327,41 @@ def a_step(number):
 
 display = make_display("live")
 display.start(3)
+held = sys.stdout
 display.step(a_step(1))
 time.sleep(0.5)
 secret = 41
-breakpoint()
+%s
 secret += 1
 display.step(a_step(2))
-print(f"went on with {secret}")
+print(f"went on with {secret}", file=held)
 display.stop()
 """
 
 
-def test_a_breakpoint_under_the_live_table_has_a_prompt_that_nothing_draws_over() -> None:
+@pytest.mark.parametrize(
+    ("ask", "prompt"),
+    [
+        ("breakpoint()", "(Pdb) "),
+        ("pdb.set_trace()", "(Pdb) "),
+        ("while input('(Ask) ') != 'c': print(secret)", "(Ask) "),
+    ],
+)
+def test_a_prompt_under_the_live_table_is_seen_and_nothing_draws_over_it(ask: str, prompt: str) -> None:
     master, slave = os.openpty()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONBREAKPOINT"}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "200"}
     with subprocess.Popen(
-        [sys.executable, "-c", BREAKPOINT], stdout=slave, stderr=slave, stdin=slave, env=environment
+        [sys.executable, "-c", PROMPT % ask], stdout=slave, stderr=slave, stdin=slave, env=environment
     ) as process:
         os.close(slave)
         output = b""
         try:
-            while b"(Pdb) " not in output:
+            while prompt.encode() not in output:
                 output += os.read(master, 65536)
             time.sleep(1.0)  # a table that was still drawn would be drawn here
             os.write(master, b"p secret\n")
-            while output.count(b"(Pdb) ") < 2:
+            while output.count(prompt.encode()) < 2:
                 output += os.read(master, 65536)
             os.write(master, b"c\n")
             while chunk := os.read(master, 65536):
@@ -361,9 +370,9 @@ def test_a_breakpoint_under_the_live_table_has_a_prompt_that_nothing_draws_over(
             pass
     os.close(master)
     assert process.returncode == 0
-    at_prompt = output.decode().split("(Pdb) ")
-    assert "step 1/3" in at_prompt[0] and "41" in at_prompt[1] and "\x1b" not in at_prompt[1]
-    assert "step 2/3      reward 0.500" in at_prompt[2] and "went on with 42" in at_prompt[2]
+    before, asked, after = output.decode().split(prompt)
+    assert "step 1/3" in before and "41" in asked and "\x1b" not in asked
+    assert "step 2/3      reward 0.500" in after and "went on with 42" in after
 
 
 def test_a_sparkline_spans_its_least_and_greatest() -> None:

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +46,10 @@ connections only 6 to 8 s later (measured)."""
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled transfer may take to end in order."""
+
+CONNECT_S = 1.0
+"""How long a group that is not wanted any more waits for its engine. If it closes before the engine has connected, the
+engine tries for half an hour (measured); if it closes later, the engine leaves at once."""
 
 DESTROY_TIMEOUT_S = 5.0
 """How long an engine may take to leave a group."""
@@ -132,7 +137,7 @@ class BroadcastTransport:
     def _stop(self, reason: str) -> None:
         self._stopped = reason
         for link in self._links.values():
-            link.group.declined = True  # one that is being formed is not waited for
+            link.group.give_up_at = time.monotonic() + CONNECT_S  # of those that are being formed
         if self._sink is not None:
             self._sink.fail(reason)
 

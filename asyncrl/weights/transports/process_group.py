@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +50,9 @@ class TransferGroup:
         self.name = name
         self.world_size = world_size
         self.declined = False
-        """Set in the event loop: the engine does not come, so it is not waited for."""
+        """Set in the event loop: the engine refused to come, so it is not waited for."""
+        self.give_up_at = math.inf
+        """Set in the event loop: the group is not wanted any more, and ends then (monotonic time) at the latest."""
         self.failure: str | None = None
         """Why the group cannot be used, once it cannot."""
         self._timeout = timedelta(seconds=timeout_s)
@@ -146,13 +149,14 @@ def join_all(groups: Iterable[TransferGroup], timeout_s: float) -> None:
     with WAITS.register("weight transfer groups", "engines", timeout_s):
         while waiting:
             for group in tuple(waiting):
-                late = time.monotonic() > deadline
-                if group.engine_has_come and not group.declined:
+                late = time.monotonic() > min(deadline, group.give_up_at)
+                has_come, wanted = group.engine_has_come, not group.declined and group.give_up_at == math.inf
+                if has_come and wanted:
                     try:
                         group.join()
                     except WeightUpdateError as error:
                         group.failure = str(error)
-                elif group.declined or late:
+                elif has_come or group.declined or late:
                     group.failure = f"it did not come to the weight transfer group within {timeout_s:g} s"
                     group.drop()
                 else:
