@@ -40,7 +40,7 @@ from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks import commands
 from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
-from asyncrl.training.ranks.rank import RankEnvironment
+from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
 from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.statistics import TrainGroupStatistics
