@@ -26,7 +26,7 @@ from asyncrl.config.layout import DRIVER_NODE
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.loading import load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
-from asyncrl.errors import AsyncRLError, ModelError, RewardError, describe_exception
+from asyncrl.errors import AsyncRLError, ModelError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
 from asyncrl.host.open_files import raise_open_files
@@ -37,7 +37,7 @@ from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.watchdog import LoopMonitor, dump_on_signal, watch_stalls
 from asyncrl.run.job import Job
 from asyncrl.run.pauses import Pauses
-from asyncrl.run.recorder import Recorder, conclude
+from asyncrl.run.recorder import Recorder, conclude, conclude_failure
 from asyncrl.run.turns import make_turns
 from asyncrl.run_directory import RunDirectory
 from asyncrl.tasks import Background
@@ -109,6 +109,10 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
                     partial(_run, loop, loaded, config, run, events, recorder, outcome, rank_exit),
                     backend_options={"use_uvloop": True},
                 )
+        except Exception:
+            rank_exit.expect_exit(outcome.exit_code)
+            conclude_failure(recorder, outcome.reason, run_dir=run.path, model=config.model.path)
+            raise
         finally:
             rank_exit.expect_exit(outcome.exit_code)
         log.flush()
@@ -157,7 +161,10 @@ async def _run(
 ) -> None:
     """Rank 0: everything inside the event loop."""
     with rank_exit:
-        async with EngineHost.start(run.logs, events) as host, anyio.create_task_group() as tasks:
+        async with (
+            EngineHost.start(run.logs, events, rank_exit.stop_signals) as host,
+            anyio.create_task_group() as tasks,
+        ):
             tasks.start_soon(LoopMonitor(events=events).run, name="loop monitor")
             tasks.start_soon(partial(watch_stalls, events=events), name="stall watch")
             async with AsyncExitStack() as disposal:
@@ -239,12 +246,18 @@ def _would_start(loaded: LoadedConfig) -> None:
         check_trainable(config)
     elif config.model.builder is not None:
         resolve_dotted_path(config.model.builder, setting="model.builder", error=ModelError)
+    if config.eval.function is not None:
+        from asyncrl.rollout.evaluation_process import find_function
+
+        find_function(config.eval)
     if ":" in config.train.algorithm:
         from asyncrl.algorithms.chosen import make_algorithm
 
         make_algorithm(config)
-    if ":" in config.reward.function:
-        resolve_dotted_path(config.reward.function, setting="reward.function", error=RewardError)
+    if not config.debug.train_only:
+        from asyncrl.rollout.start_checks import check_rollouts
+
+        check_rollouts(config)
 
 
 @contextmanager

@@ -79,6 +79,10 @@ class CheckpointError(AsyncRLError):
     """A checkpoint is damaged, incomplete, or belongs to another layout or another model."""
 
 
+class ExportError(AsyncRLError):
+    """The policy could not be written as a Hugging Face directory; the trainer goes on."""
+
+
 class NonFiniteError(TrainerError):
     """A loss or gradient became NaN or infinite; the batch was saved for inspection."""
 

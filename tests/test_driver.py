@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_model import CONFIG
+from tests.tiny_policy import write_policy
 
 GRACE_S = 10.0
 SHORT = ("--run.stop-grace-s", "0.6")
@@ -47,11 +48,7 @@ class Ended:
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """Names a model without weights: nothing here gets as far as reading them."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(
-        json.dumps({**CONFIG, "model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 512})
-    )
+    model = write_policy(tmp_path / "model", context_length=512, config={**CONFIG, "model_type": "qwen3"})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     path = tmp_path / "recipe.toml"
     path.write_text(
@@ -156,6 +153,17 @@ asyncrl.driver.conclude = interrupted
     assert json.loads((ended.run_dir / "summary.json").read_text())["outcome"] == "finished"
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_job_that_fails_leaves_a_summary_of_what_it_has_trained(recipe: Path, steps: int) -> None:
+    ended = run_loop(recipe, f"job.record.start(5, {steps}); {FAIL}")
+    assert ended.code == 1 and ended.text.endswith("error: the loss has a cold\n"), ended.text
+    summary = ended.run_dir / "summary.json"
+    assert summary.exists() == bool(steps)
+    if steps:
+        record = json.loads(summary.read_text())
+        assert (record["outcome"], record["steps"], record["export"]) == ("the loss has a cold", 3, None)
+
+
 def test_a_second_signal_during_the_summary_ends_it(recipe: Path) -> None:
     before = """
 import asyncrl.driver
@@ -257,6 +265,29 @@ def signalled(*args, meant={when}, **kwargs):
     assert f"asked: {when.endswith('open')}" in ended.text
 
 
+HOLDING = "import re; re.match('(a+)+$', 'a' * 60 + 'b')"  # for years, and holds the interpreter's lock
+
+
+@pytest.mark.parametrize("signalled", ["while it hangs", "before it hangs"])
+def test_a_job_whose_interpreter_is_held_ends_within_15_s_of_a_stop_signal(recipe: Path, signalled: str) -> None:
+    if signalled == "while it hangs":
+        hold = f"threading.Thread(target=lambda: exec({HOLDING!r}), daemon=True).start()"
+        kill = "subprocess.Popen(['sh', '-c', f'sleep 1; kill -INT {os.getpid()}'])"
+        loop = f"import subprocess; {kill}; {hold}; await anyio.sleep(60)"
+    else:
+        loop = f"""
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await anyio.sleep(60)
+    finally:
+        exec({HOLDING!r})
+"""
+    ended = run_loop(recipe, loop, "--run.stop-grace-s", "3")
+    assert ended.code == -signal.SIGKILL, ended.text
+    assert "rank 0 is ended by force: it still runs 4.5 s after a stop signal" in ended.text
+    assert ended.seconds < 20  # 3 + 1.5 + 0.5, and the start
+
+
 def test_a_stopped_job_does_not_wait_for_what_a_thread_still_imports(recipe: Path) -> None:
     loop = f"{STAY}; os.kill(os.getpid(), signal.SIGTERM); await anyio.sleep(60)"
     ended = run_loop(recipe, loop, "--run.stop-grace-s", "29")
@@ -273,13 +304,36 @@ def test_a_builder_that_raises_is_one_message(recipe: Path, tmp_path: Path) -> N
     assert "TypeError: no such size" in ended.text and "broken_model.py:1 in build" in ended.text
 
 
+OF_MINE = """
+import functools
+
+def broken_at_call(sample, prompt, weight): ...
+
+def checked(function):
+    @functools.wraps(function)
+    def score(*args, **kwargs):
+        return function(*args, **kwargs)
+    return score
+
+@checked
+def decorated(completions, **kwargs): ...
+"""
+
+
 @pytest.mark.parametrize(
     ("options", "config", "text"),
     [
         (("--run.dir", "/proc/x"), {}, "cannot use /proc/x"),
         (("--reward.function", "json:lods"), {}, "'json' has no 'lods'"),
+        (("--eval.function", "json:lods"), {}, "eval.function: 'json' has no 'lods'"),
+        (("--eval.function", "os:getcwd"), {}, "is called as (hf_dir, **eval.function_args), which it does not take"),
         (("--train.algorithm", "json:dumps"), {}, "train.algorithm: json:dumps cannot be made with"),
         ((), {"model_type": "gpt2"}, 'model_type "gpt2" cannot be trained'),
+        (("--reward.function", "of_mine:broken_at_call"), {}, "reward.args: of_mine:broken_at_call is called as"),
+        (("--reward.function", "of_mine:decorated"), {}, "(completions, **kwargs), as TRL and verifiers call a reward"),
+        (("--rollout.filters", "fails_to_import:judge"), {}, "ZeroDivisionError"),
+        (("--data.source", "fails_to_import:prompts"), {}, "ZeroDivisionError"),
+        (("--rollout.max-new-tokens", "4"), {"max_position_embeddings": 7}, "leave no room for a prompt"),
     ],
 )
 def test_a_dry_run_refuses_what_the_start_would(
@@ -287,7 +341,9 @@ def test_a_dry_run_refuses_what_the_start_would(
 ) -> None:
     path = recipe.parent / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    ended = run_loop(recipe, "pass", "--dry-run", *options)
+    (recipe.parent / "of_mine.py").write_text(OF_MINE)
+    (recipe.parent / "fails_to_import.py").write_text("def judge(group): ...\ndef prompts(): ...\n1 / 0\n")
+    ended = run_loop(recipe, "pass", "--dry-run", *options, PYTHONPATH=str(recipe.parent))
     assert ended.code != 0 and text in ended.text, ended.text
     assert not ended.run_dir.exists()
 

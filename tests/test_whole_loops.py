@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,13 @@ from asyncrl.data.staleness import Bound, step_of
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.weights.publication import PublicationReport
-from tests.inference.conftest import StartFleet, eventually, start_fleet
+from tests.inference.conftest import StartFleet, cpu_layout, eventually, start_fleet
+from tests.inference.test_models import beside
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.loops import load_loop
 from tests.rollout.conftest import StartExecutor, anyio_backend, prompts, start_executor, tokenizer
 from tests.run.jobs import a_job
-from tests.scripted import Latency
+from tests.scripted import Latency, ScriptedEngine, ScriptedRouter
 from tests.told import Told
 
 pytestmark = pytest.mark.anyio
@@ -88,12 +90,18 @@ class Trainer:
 class Life:
     """One attempt of a job."""
 
-    def __init__(self, rig: Rig, executor: RolloutExecutor, trainer: Trainer) -> None:
+    def __init__(self, rig: Rig, executor: RolloutExecutor, trainer: Trainer, evaluator: ScriptedEngine) -> None:
         self.rig, self.executor, self.trainer = rig, executor, trainer
         self.evaluated: list[tuple[int, str | None, bool]] = []
         """(step, why it was skipped, whether all engines held the weights of that step)."""
+        self.points: list[tuple[int, str | None, Mapping[str, float]]] = []
+        self.evaluator = evaluator
+        """The engine that only evaluates, where there is one."""
 
-    def note_evaluation(self, step: int, accuracy: float | None, figures: object, skipped: str | None) -> None:
+    def note_evaluation(
+        self, step: int, accuracy: float | None, figures: Mapping[str, float], skipped: str | None
+    ) -> None:
+        self.points.append((step, skipped, figures))
         weights = tensors_of(f"{self.trainer.attempt}.{step}")
         self.evaluated.append((step, skipped, all(holds(engine, weights) for engine in self.rig.fleet.engines)))
 
@@ -134,16 +142,33 @@ def live(start_fleet: StartFleet, start_executor: StartExecutor, events: EventLo
 
     @asynccontextmanager
     async def live(
-        entrypoint: str, sections: Sections, *, attempt: int = 0, first: int = 0, resumed: Any = None
+        entrypoint: str,
+        sections: Sections,
+        *,
+        attempt: int = 0,
+        first: int = 0,
+        resumed: Any = None,
+        evaluates: Latency | None = None,
     ) -> AsyncIterator[Life]:
         sections = sections | {"run": {"export": False}}
         config = Config.model_validate(sections)
         latency = Latency(token_s=0.004)
+        how: dict[str, Any] = {"vocab_size": 64, "on_update": config.weights.on_update}
+        evaluator = ScriptedEngine(tensors_of("base"))
+        if evaluates is not None:
+            evaluator.latency, evaluator.vocab_size = evaluates, 64
+            layout = replace(cpu_layout(2), beside={"eval": beside("eval", 1)})
+            servers = {"eval-0": evaluator, "router-eval": ScriptedRouter()}
+            how |= {"layout": layout, "servers": servers, "copies": tmp_path / "copies", "eval": {"fleet": {}}}
         async with (
-            rig(start_fleet, latency=latency, vocab_size=64, on_update=config.weights.on_update) as r,
-            start_executor(SimpleNamespace(url=r.fleet.controller.router_url), **sections) as executor,
+            rig(start_fleet, latency=latency, **how) as r,
+            start_executor(
+                SimpleNamespace(url=r.fleet.controller.router_url),
+                pin_eval_fleet=r.fleet.controller.pin_eval_fleet,
+                **sections,
+            ) as executor,
         ):
-            life = Life(r, executor, Trainer(r, executor, config, attempt, first, resumed))
+            life = Life(r, executor, Trainer(r, executor, config, attempt, first, resumed), evaluator)
             await life.run(entrypoint, config, events, tmp_path / "events.jsonl")
             yield life
 
@@ -191,6 +216,32 @@ async def test_weights_that_change_in_the_midst_of_generation_cost_no_sample_and
             assert batch.rollout_id - max_staleness <= min(true) <= max(true) <= batch.rollout_id
             assert all(a <= b for a, b in zip(told, true, strict=True)), "a token counts with weights that came later"
             assert told == true or on_update == "in_place"
+
+
+@pytest.mark.parametrize("entrypoint", ["train", "train_async"])
+async def test_engines_of_their_own_evaluate_while_the_loop_trains_and_publishes(
+    live: Any, tmp_path: Path, entrypoint: str
+) -> None:
+    """Its start, its checkpoint and its samples: no step waits for any of them, and each point is of one version."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"{i}-1=", "answer": "no"}) + "\n" for i in range(5)))
+    sections: Sections = {
+        "rollout": {"max_staleness": int(entrypoint == "train_async")},
+        "train": {"num_steps": 6},
+        "eval": {"data": {"source": str(held_out)}, "every": 1, "fleet": {}, "if_busy": "skip"},
+    }
+    async with live(entrypoint, sections, evaluates=Latency(token_s=0.1)) as life:
+        points, makers = life.points, life.evaluator.generation.makers
+    done = {step: figures for step, skipped, figures in points if skipped is None}
+    busy = [skipped for _, skipped, _ in points if skipped is not None]
+    assert done.keys() >= {0, 6} and len(done) + len(busy) == 7, "each has its point, the first and the last a result"
+    assert busy and all("is still under way (eval.if_busy)" in reason for reason in busy)
+    assert done[0]["eval/lag_steps"] > 0 and done[6]["eval/lag_steps"] == 0
+    for step, figures in done.items():
+        evaluated = int(figures["eval/weights_step"])
+        assert evaluated >= step, "where the disk stood still, newer weights overtake a copy"
+        of_step = {rid: made for rid, made in makers.items() if f"-e{step:07d}." in rid}
+        assert len(of_step) == 5 and {version for made in of_step.values() for version in made} == {f"0.{evaluated}"}
 
 
 @pytest.mark.parametrize("entrypoint", ["train", "train_async"])

@@ -6,6 +6,7 @@ beside the recipe without installing anything.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -34,7 +35,9 @@ def resolve_dotted_path(path: str, *, setting: str, error: type[AsyncRLError]) -
         ) from cause
     for name in attribute.split("."):
         if not hasattr(target, name):
-            raise error(f"{setting}: {path!r}: {module_name!r} has no {attribute!r}")
+            close = difflib.get_close_matches(name, dir(target), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise error(f"{setting}: {path!r}: {module_name!r} has no {attribute!r}{hint}")
         target = getattr(target, name)
     if not callable(target):
         raise error(f"{setting}: {path!r} is not a function but {type(target).__name__}")

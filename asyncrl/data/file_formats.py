@@ -95,7 +95,7 @@ def _object(fields: Any, where: str) -> dict[str, Any]:
 def _csv(file: IO[bytes], path: Path, name: str, where: str) -> Iterator[Record]:
     """Reads rows after a row of names. All values are text."""
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than 131,072 characters
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # type: ignore[type-var]  # gzip and files alike
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     rows = csv.reader(text, strict=True)
     number = 1
     try:

@@ -160,23 +160,11 @@ class PolicyTokenizer:
         text: str = self._tokenizer.decode(ids[:-1].tolist() if ended else ids.tolist(), skip_special_tokens=False)
         return text
 
-    def stop_ids(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """Returns the id of each stop string; raises ConfigError for a string that is not exactly one token."""
-        ids: list[int] = []
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab() if strings else {}
-        for string in strings:
-            tokens = (
-                [vocabulary[string]]
-                if string in vocabulary
-                else self.encode([string], add_special_tokens=False)[0].tolist()
-            )
-            if len(tokens) != 1 or tokens[0] >= self.vocab_size:
-                raise ConfigError(
-                    f"rollout.stop: {string!r} is {len(tokens)} tokens {tokens} to this tokenizer; "
-                    "each stop string must be one token of the model's vocabulary"
-                )
-            ids.append(tokens[0])
-        return tuple(ids)
+    def token_of(self, text: str) -> int | None:
+        """Returns the id of the one token that `text` is; None for a text of several."""
+        known: int | None = self._tokenizer.get_vocab().get(text)
+        tokens = [known] if known is not None else self.encode([text], add_special_tokens=False)[0].tolist()
+        return tokens[0] if len(tokens) == 1 and tokens[0] < self.vocab_size else None
 
     def _turn_end_id(self) -> int | None:
         """The special token that follows the assistant's answer in the chat template; else the end token."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class SavedRollouts:
         """Nothing: the next `get` needs nothing of the last."""
         return {}
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> None:
+    async def restore(self, files: Mapping[str, bytes], step: int, on_reached: object = None) -> None:
         """Nothing was saved."""
 
     async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
@@ -239,10 +239,10 @@ class Replay:
 def _metrics_of(facts: Mapping[str, Any], batch: RolloutBatch) -> RolloutMetrics:
     """The recorded figures; for a batch that was saved without them, those that the batch itself shows."""
     recorded = facts.get("rollout")
-    names = {field.name for field in fields(RolloutMetrics)}
-    if isinstance(recorded, Mapping) and recorded.keys() == names:
+    needed = {f.name for f in fields(RolloutMetrics) if f.default is MISSING and f.default_factory is MISSING}
+    if isinstance(recorded, Mapping) and needed <= recorded.keys() <= {f.name for f in fields(RolloutMetrics)}:
         return RolloutMetrics(**recorded)
-    nothing: dict[str, Any] = {name: "" if name == "failure" else 0 for name in names}
+    nothing: dict[str, Any] = dict.fromkeys(needed, 0)
     tokens = int(batch.sampled.sum())
     return RolloutMetrics(
         **nothing

@@ -21,8 +21,8 @@ each rank acts as follows:
 
 Why a thread and not the event loop: the loop may be blocked, and the main thread of ranks >= 1 waits in collectives,
 where Python runs no signal handlers. `signal.set_wakeup_fd` writes from the C handler, so the thread learns of every
-signal, and it alone decides. (Code that holds the GIL for ever stops the thread too; then the agent's SIGKILL ends the
-rank.)
+signal, and it alone decides. Code that holds the GIL for ever stops the thread too. Then rank 0's host, which sees the
+signal as well, ends rank 0 by SIGKILL 1.5 s after its grace (`host/unanswered.py`), and the agent the other ranks.
 
 Why a beacon: the agent sends SIGKILL only 30 s after rank 0's death. A rank in a collective with other ranks, or one
 that still waits for rank 0 to appear, does not notice the death by itself. A rank on another node cannot see the

@@ -9,8 +9,7 @@ import signal
 from enum import Enum
 from typing import Protocol
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that stop the job now."""
+from asyncrl.host.unanswered import STOP_SIGNALS
 
 GRACEFUL_SIGNAL = signal.SIGUSR1
 """Signal that stops the job after the step in progress."""
@@ -23,6 +22,9 @@ RANK_MARGIN_S = 1.0
 
 GONE_GRACE_S = 2.0
 """Time that ranks >= 1 have for an exit of their own once rank 0 is gone."""
+
+HOST_MARGIN_S = 1.5
+"""The host ends rank 0 so much later than rank 0 itself should: it looks every half second."""
 
 UNSIGNALLED_GRACES = 5.0
 """Shutdown without a signal may take this many times `stop_grace_s`: torchrun is not counting, and the run still has

@@ -15,9 +15,10 @@ from typing import Self
 import anyio
 
 from asyncrl.exit_protocol.beacon import beacon_name, light_beacon
-from asyncrl.exit_protocol.policy import GRACEFUL_SIGNAL, STOP_SIGNALS, RankPolicy, RankZeroPolicy
+from asyncrl.exit_protocol.policy import GRACEFUL_SIGNAL, HOST_MARGIN_S, RankPolicy, RankZeroPolicy
 from asyncrl.exit_protocol.watch import ExitWatch
 from asyncrl.host.proc import die_with_parent
+from asyncrl.host.unanswered import STOP_SIGNALS, StopSignals
 
 
 def prepare_rank(stop_grace_s: float = 12.0, environ: Mapping[str, str] = os.environ) -> RankExit | None:
@@ -106,6 +107,11 @@ class RankZeroExit:
     def exit_code(self) -> int | None:
         """128 + n if signal n stopped the job; None if no signal did."""
         return self._policy.exit_code if self._policy.stopped_by is not None else None
+
+    @property
+    def stop_signals(self) -> StopSignals:
+        """For the host, which ends this process where code that holds the interpreter keeps it from ending itself."""
+        return StopSignals(self._watch.stop_signals, self._policy.stop_grace_s + HOST_MARGIN_S)
 
     def __enter__(self) -> Self:
         if _asked_early:

@@ -48,7 +48,10 @@ class ExitWatch:
         self._signals = signals
         self._beacon = beacon
         self._signalled, self._wakeup = socket.socketpair()
-        for end in (self.orders, self._ordered, self._signalled, self._wakeup):
+        self._standing, self._stood = socket.socketpair()
+        """Stop signals that were obeyed. Nobody reads them: they stand until the process ends."""
+        self._ends = (self.orders, self._ordered, self._signalled, self._wakeup, self._standing, self._stood)
+        for end in self._ends:
             end.setblocking(False)
         self._handlers: dict[signal.Signals, _Handler] = {}
         self._previous_wakeup = -1
@@ -82,8 +85,13 @@ class ExitWatch:
             self._closed = True
             self.wake()
             self._thread.join()
-            for end in (self.orders, self._ordered, self._signalled, self._wakeup):
+            for end in self._ends:
                 end.close()
+
+    @property
+    def stop_signals(self) -> tuple[int, int]:
+        """Descriptors of sockets in which stop signals stand: of those that nobody has read, and of those obeyed."""
+        return self._signalled.fileno(), self._standing.fileno()
 
     def wake(self) -> None:
         """Makes the thread look at the policy again."""
@@ -119,7 +127,7 @@ class ExitWatch:
                 self.policy.on_rank_zero_gone(now)
             if self._signalled.fileno() in ready:
                 for signum in self._signalled.recv(4096):
-                    self._obey(self.policy.on_signal(signum, now))
+                    self._obey(self.policy.on_signal(signum, now), signum)
             if self.policy.leave_by is not None and now >= self.policy.leave_by:
                 self._leave()
 
@@ -131,12 +139,13 @@ class ExitWatch:
             timeouts.append(max(self.policy.leave_by - time.monotonic(), 0.0))
         return 1000 * min(timeouts) + 1 if timeouts else None
 
-    def _obey(self, order: Order | None) -> None:
+    def _obey(self, order: Order | None, signum: int) -> None:
         if order is Order.LEAVE:
             self._leave()
         elif order is not None:
             self._tell(self.policy.answer)
             if order is Order.STOP_NOW:
+                self._stood.send(bytes([signum]))
                 self._ordered.send(b"\0")
 
     def _leave(self) -> None:

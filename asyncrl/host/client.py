@@ -27,11 +27,13 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.errors import EngineError, HostLostError
+from asyncrl.host.environment import host_environment
 from asyncrl.host.ports import PortAllocator
 from asyncrl.host.proc import HOSTS, JOB_MARK, end_marked
 from asyncrl.host.process import MAX_LINE_BYTES, LineBuffer, ProcessExit, ProcessSpec, encode
 from asyncrl.host.process_events import HostEnded, HostStarted, ProcessExited, ProcessSpawned
 from asyncrl.host.server import log_tail
+from asyncrl.host.unanswered import NO_STOP_SIGNALS, StopSignals
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS, waiting
 
@@ -52,25 +54,6 @@ LAST_KILL_TIMEOUT_S = 3.0
 
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from asyncrl.host.server import main; main()"
 """Runs the server without site-packages, so that it starts in a tenth of a second whatever is installed."""
-
-
-_RANK_VARIABLES = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-}
-
-
-def _environment() -> dict[str, str]:
-    """Rank 0's environment without torchrun's variables: no process of the host is a rank of the trainer.
-
-    (With TORCHELASTIC_USE_AGENT_STORE an engine would look for its own rendezvous at the trainer's.)
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
 
 
 class _NoAnswerError(EngineError):
@@ -119,12 +102,15 @@ class EngineHost:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, log_dir: Path | str, events: EventLog | None = None) -> AsyncIterator[EngineHost]:
+    async def start(
+        cls, log_dir: Path | str, events: EventLog | None = None, stop_signals: StopSignals = NO_STOP_SIGNALS
+    ) -> AsyncIterator[EngineHost]:
         """Starts the host and returns at once: it takes requests while it boots. Its log is `host.log` in `log_dir`.
 
+        It ends this process when one of the `stop_signals` stands for too long.
         Leaving the block ends everything that the host started. Raises EngineError when the host cannot be started.
         """
-        host = await anyio.to_thread.run_sync(cls._launch, Path(log_dir), events or EventLog(None))
+        host = await anyio.to_thread.run_sync(cls._launch, Path(log_dir), events or EventLog(None), stop_signals)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(host._receive)
@@ -144,7 +130,7 @@ class EngineHost:
             host._ports.close()
 
     @classmethod
-    def _launch(cls, log_dir: Path, events: EventLog) -> EngineHost:
+    def _launch(cls, log_dir: Path, events: EventLog, stop_signals: StopSignals) -> EngineHost:
         log = log_dir / "host.log"
         ours, theirs = socket.socketpair()
         job = secrets.token_hex(8)
@@ -153,12 +139,21 @@ class EngineHost:
             log_dir.mkdir(parents=True, exist_ok=True)
             with theirs, log.open("ab") as output:
                 popen = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", boot, str(theirs.fileno()), str(os.getpid())],
-                    env=_environment() | {JOB_MARK: job, "SPT_NOENV": "1"},  # see `proc.marked`
+                    [
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        "-c",
+                        boot,
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                        *stop_signals.arguments(),
+                    ],
+                    env=host_environment() | {JOB_MARK: job, "SPT_NOENV": "1"},  # see `proc.marked`
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), *stop_signals.sockets),
                     start_new_session=True,
                 )
         except OSError as error:

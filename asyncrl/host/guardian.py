@@ -6,6 +6,7 @@ writes a title over its environment. And it outlives the host for the moment tha
 - It tells the host `started` or `failed`, and at the end `exited`, once the tree is dead.
 - The host tells it `terminate`, which means SIGTERM to the process's group. End of file means that the host wants an
   end, or is dead: the guardian kills the tree.
+- It rotates the log of its process.
 - It removes the files that the tree leaves in /dev/shm and in its scratch directory, also when job and host have ended
   before.
 - It watches rank 0 as well: a host that stands still (SIGSTOP) would not notice its end. Such a host is killed.
@@ -77,6 +78,8 @@ class _Guardian:
         self.host = os.getppid()
         self.rank_zero = _pidfd(rank_zero)
         self.main = 0
+        self.log_grows = Path(spec.log_path).is_file() or not Path(spec.log_path).exists()
+        """Whether the log is a file that can grow: not /dev/null, not a terminal."""
         self.files = SharedFiles()
         self.ended: dict[int, int] = {}
         """Exit codes of the children collected so far, by pid: the process itself and orphans of its tree."""
@@ -147,6 +150,23 @@ class _Guardian:
             raise _CannotStart(f"cannot write its log {path!r}: {_reason(error)}") from error
         return log
 
+    def _rotate_log(self) -> None:
+        """Keeps the log of a process that prints without end from filling the disk.
+
+        The process goes on writing at the end of the same file, so the file is copied and cut. What is written between
+        the two is lost.
+        """
+        path = self.spec.log_path
+        with suppress(OSError):
+            if not self.log_grows or os.stat(path).st_size <= self.spec.log_bytes:
+                return
+            try:
+                shutil.copy(path, f"{path}.1")
+            except OSError:  # the disk is full: better no older part than no room
+                with suppress(OSError):
+                    os.unlink(f"{path}.1")
+            os.truncate(path, 0)
+
     def _make_scratch(self) -> None:
         if self.spec.scratch is None:
             return
@@ -183,6 +203,7 @@ class _Guardian:
                     os.kill(self.host, signal.SIGKILL)
                 return
             self.files.look()
+            self._rotate_log()
             if wake in ready:
                 os.read(wake, 4096)
             self._reap()

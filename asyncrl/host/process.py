@@ -22,6 +22,8 @@ class ProcessSpec:
     """Added to the host's environment, which is that of rank 0 at the start of the host."""
     log_path: str = "/dev/null"
     """stdout and stderr are appended to this file."""
+    log_bytes: int = 64 << 20
+    """When the file is larger, it becomes `log_path.1` in place of an older one, and a new file begins."""
     cpus: tuple[int, ...] | None = None
     """Cores that the process may run on; None: those of rank 0."""
     scratch: str | None = None

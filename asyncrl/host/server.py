@@ -1,7 +1,8 @@
 """The host process: a single-threaded selector loop around `HostState`.
 
 It ignores signals of terminal and launcher. It ends by command, when its lifeline to rank 0 closes, and when rank 0 is
-no longer its parent (a fork of rank 0 may hold the lifeline open). It always ends everything below it.
+no longer its parent (a fork of rank 0 may hold the lifeline open). It always ends everything below it, and a rank 0
+that does not answer a stop signal (`unanswered.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from asyncrl.host.state import (
     TellExit,
     Terminate,
 )
+from asyncrl.host.unanswered import UnansweredStops
 
 EXIT_TAIL_LINES = 40
 TAIL_BYTES = 64 << 10
@@ -47,7 +49,7 @@ def log_tail(path: str, start: int, lines: int) -> str:
     try:
         with open(path, "rb") as log:
             size = log.seek(0, os.SEEK_END)
-            begin = max(min(start, size), size - TAIL_BYTES)
+            begin = max(start if start <= size else 0, size - TAIL_BYTES)  # a log that was rotated is all new
             log.seek(begin)
             text = log.read(TAIL_BYTES).decode(errors="replace")
     except OSError as error:
@@ -58,11 +60,12 @@ def log_tail(path: str, start: int, lines: int) -> str:
 class HostServer:
     """Carries out the decisions of `HostState`."""
 
-    def __init__(self, lifeline: socket.socket, parent: int) -> None:
+    def __init__(self, lifeline: socket.socket, parent: int, stops: UnansweredStops) -> None:
         self.state = HostState()
         self.lifeline = lifeline
         self.lifeline.setblocking(False)
         self.parent = parent
+        self.stops = stops
         self.outbox = bytearray()
         self.guardians: dict[int, tuple[int, socket.socket, LineBuffer]] = {}
         self.requests = LineBuffer()
@@ -83,6 +86,7 @@ class HostServer:
             if os.getppid() != self.parent:
                 self._do(self.state.on_lifeline_closed(time.monotonic()))
             self._do(self.state.on_time(time.monotonic()))
+            self.stops.look(time.monotonic())
             reap()
         kill_descendants(os.getpid(), LAST_SWEEP_S)
         self._flush_last_words()
@@ -185,14 +189,14 @@ class HostServer:
 
 
 def main() -> None:
-    """The host process. Its arguments are the file descriptor of the lifeline and the pid of rank 0."""
+    """The host process. Its arguments: the descriptor of the lifeline, the pid of rank 0, and those of its signals."""
     lifeline_fd, parent = int(sys.argv[1]), int(sys.argv[2])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited through exec
     os.set_inheritable(lifeline_fd, False)
     become_subreaper()
     set_name("asyncrl-host")
-    HostServer(socket.socket(fileno=lifeline_fd), parent).run()
+    HostServer(socket.socket(fileno=lifeline_fd), parent, UnansweredStops(parent, sys.argv[3:])).run()
 
 
 if __name__ == "__main__":

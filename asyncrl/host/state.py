@@ -289,6 +289,7 @@ def _spec(message: dict[str, Any]) -> ProcessSpec:
         argv=tuple(argv),
         env=env,
         log_path=_field(message, "log_path", str),
+        log_bytes=_field(message, "log_bytes", int),
         cpus=None if cpus is None else tuple(cpus),
         scratch=scratch,
     )

@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from asyncrl.inference.engines.group import EngineGroup
 from asyncrl.inference.fleet_events import EvalFleetPinned
 from asyncrl.inference.routing.routing import Routing
 from asyncrl.inference.sglang.engine_api import EngineRequestError
-from asyncrl.inference.updates.copies_in_use import CopiesInUse, is_there
+from asyncrl.inference.updates.copies_in_use import CopiesInUse, Published, is_there
 from asyncrl.inference.updates.deadlines import Deadlines
 from asyncrl.inference.updates.participants import complaints
 from asyncrl.inference.updates.state import UpdateState
@@ -45,9 +46,9 @@ class _Checkpoint:
 
     @classmethod
     def of(cls, directory: Path, version: str | None) -> _Checkpoint:
-        """Without a version it is known by the name of its directory."""
+        """Without a version it is known by the name of its directory, in characters that a stamp may have."""
         absolute = directory.absolute()
-        return cls(absolute, version or absolute.name)
+        return cls(absolute, version or re.sub(r"[^\w.-]", "_", absolute.name))
 
 
 class EvalFleet:
@@ -87,8 +88,7 @@ class EvalFleet:
         if hf_dir is not None:
             checkpoint = _Checkpoint.of(hf_dir, version)
         else:
-            await self._state.wait_copy()
-            published = self._state.published
+            published = await self._published()
             if published is None or published.directory is None:
                 raise EngineError(
                     "there is no copy of published weights to evaluate; set weights.keep_published to always, or give "
@@ -97,6 +97,16 @@ class EvalFleet:
             checkpoint = _Checkpoint(published.directory, version or published.version)
         with self._copies.held(checkpoint.directory):  # from now on, also while another pin is under way
             return await self._pin(checkpoint)
+
+    async def _published(self) -> Published | None:
+        """The published weights once their copy is written. One that newer weights overtook is not waited for."""
+        await self._state.wait_copy()
+        while (published := self._state.published) is not None and published.directory is None:
+            if not self._state.under_way:
+                break
+            await self._state.next_end(self._state.ends)
+            await self._state.wait_copy()
+        return published
 
     async def _pin(self, checkpoint: _Checkpoint) -> EvalFleetInfo:
         async with self._lock:

@@ -4,11 +4,13 @@ Invariants
 - No method waits for the terminal. Methods change the state, and the display's own thread draws it.
 - Displayed waits come from the registry of waits, so no caller has to announce what start-up waits for.
 - `stop` leaves the last state on the screen and releases the terminal. It may be called again.
+- A prompt (`breakpoint()`, `input`) has the terminal to itself: from then on a live display prints plain lines.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import io
 import math
 import os
@@ -122,6 +124,10 @@ class PlainDisplay(_Drawn):
         self._said = time.monotonic()
         self._begun = ""
 
+    def continue_from(self, state: DisplayState) -> None:
+        """Goes on where another display was, without its lines about silence: somebody may be at a prompt."""
+        self._state = state
+
     def phase(self, name: str) -> None:
         """Prints the phase when it begins, until the first step."""
         super().phase(name)
@@ -167,8 +173,13 @@ class _LinesAbove(io.TextIOBase):
         self._put = put
         self._lock = threading.Lock()
         self._rest = ""
+        self._finished = False
 
     def write(self, text: str) -> int:
+        if self._finished:  # by a handler or a debugger that still holds this object
+            self._original.write(text)
+            self._original.flush()
+            return len(text)
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             for line in lines:
@@ -176,9 +187,10 @@ class _LinesAbove(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Passes on the text after the last newline."""
+        """Passes on the text after the last newline. What is written from now on goes to the original."""
         if self._rest:
             self.write("\n")
+        self._finished = True
 
     def isatty(self) -> bool:
         return True
@@ -201,8 +213,12 @@ class LiveDisplay(_Drawn):
     def __init__(self, stream: TextIO, run_dir: Path | None = None) -> None:
         super().__init__(run_dir)
         self._console = Console(file=stream, force_terminal=True)
+        self._stream = stream
         self._lines: deque[str] = deque(maxlen=_PENDING_LINES)
         self._redirected: dict[str, tuple[TextIO, _LinesAbove]] = {}
+        self._input = builtins.input
+        self._plain: PlainDisplay | None = None
+        """What prints instead, once somebody has asked for input."""
 
     def start(self, total_steps: int | None) -> None:
         """Redirects stdout and stderr if they are terminals, and starts drawing."""
@@ -213,11 +229,32 @@ class LiveDisplay(_Drawn):
                     self._redirected[name] = (original, _LinesAbove(original, self._lines.append))
                     setattr(sys, name, self._redirected[name][1])
             atexit.register(self.stop)  # otherwise a traceback at the exit would not be shown
+            self._input, builtins.input = builtins.input, self._ask
         super().start(total_steps)
+
+    def phase(self, name: str) -> None:
+        """Shows the phase in the table; after an `input` as a PlainDisplay does."""
+        super().phase(name)
+        if self._plain is not None:
+            self._plain.phase(name)
+
+    def step(self, report: StepReport) -> None:
+        """Shows the step, likewise."""
+        super().step(report)
+        if self._plain is not None:
+            self._plain.step(report)
+
+    def engines(self, serving: int, total: int) -> None:
+        """Shows the numbers, likewise."""
+        super().engines(serving, total)
+        if self._plain is not None:
+            self._plain.engines(serving, total)
 
     def note(self, text: str) -> None:
         """Prints `text` above the table, or below it once the display has stopped."""
-        if self._stopped.is_set():
+        if self._plain is not None:
+            self._plain.note(text)
+        elif self._stopped.is_set():
             self._console.print(Text(text))
         else:
             self._lines.append(text)
@@ -231,6 +268,17 @@ class LiveDisplay(_Drawn):
         self._redirected = {}
         super().stop()
         atexit.unregister(self.stop)
+        if builtins.input == self._ask:
+            builtins.input = self._input
+        if self._plain is not None:
+            self._plain.stop()
+
+    def _ask(self, prompt: object = "") -> str:
+        """In the place of `input`: a prompt would be drawn over."""
+        self.stop()
+        self._plain = PlainDisplay(self._stream)
+        self._plain.continue_from(self._state)
+        return self._input(prompt)
 
     def _render(self) -> RenderableType:
         return render(self._state, _shown_waits(), time.monotonic())

@@ -20,7 +20,8 @@ from typing import Any, SupportsFloat
 from asyncrl.errors import RunDirectoryError
 from asyncrl.observability.line_file import UNREADABLE, LineFile, encode_line, read_lines
 
-_KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.@-]+)+")
+_SECTION = re.compile(r"[a-z0-9_]+")
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.@-]+")
 
 OTHER = "other"
 """Phase of all time that no named phase covers."""
@@ -40,16 +41,26 @@ PHASES: Mapping[str, str] = {
 """What the time of each phase is spent on."""
 
 
+def metric_key(key: str) -> str:
+    """`section/name` with `_` for what a tracker would not take: names may come from a user's reward or loss.
+
+    Raises ValueError for a key without section or name.
+    """
+    section, _, name = key.partition("/")
+    if not _SECTION.fullmatch(section) or not name:
+        raise ValueError(f"metric {key!r} is not named section/name")
+    return "/".join([section, *(_NO_NAME.sub("_", part) or "_" for part in name.split("/"))])
+
+
 def metric_line(step: int, attempt: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
     """Returns the line of one step.
 
-    Raises ValueError for a key that is not named `section/name`, and TypeError for a value that is not a number.
+    Raises ValueError as `metric_key` does, and TypeError for a value that is not a number.
     """
     line: dict[str, Any] = {"step": step, "attempt": attempt, "time": time.time()}
     nonfinite: dict[str, str] = {}
     for key, value in metrics.items():
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"metric {key!r} is not named section/name")
+        key = metric_key(key)
         if isinstance(value, str):
             raise TypeError(f"metric {key} is text ({value!r}), not a number")
         number = float(value)

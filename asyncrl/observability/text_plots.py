@@ -59,6 +59,15 @@ def shares(parts: Mapping[str, float], width: int) -> list[tuple[str, int]]:
     return [(name, count) for name, count in cells.items() if count]
 
 
+def size(size_bytes: float) -> str:
+    """Formats a size: `812 bytes`, `5.3 MB`, `1.2 TB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(size_bytes) < 999.5:
+            return f"{size_bytes:.0f} {unit}" if unit == "bytes" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
+
+
 def duration(seconds: float) -> str:
     """Formats a duration: `8.3 s`, `4 min 05 s`, `2 h 07 min`; `unknown` if it is not finite."""
     if not math.isfinite(seconds):

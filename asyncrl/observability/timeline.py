@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.observability.text_plots import time_durations_text
+from asyncrl.observability.text_plots import figure, time_durations_text
 
 Record = Mapping[str, Any]
 """One decoded line of a log."""
@@ -89,7 +89,10 @@ def _transfer_failed(event: Record) -> str:
 def _evaluated(event: Record) -> str:
     if event.get("skipped") is not None:
         return f"evaluation skipped: {event['skipped']}"
-    told = "accuracy {accuracy:.3f} on {num_samples} samples".format_map(_Fields(event))
+    told = "accuracy {accuracy:.3f}".format_map(_Fields(event))
+    if (reward := event.get("mean_reward")) is not None and reward != event.get("accuracy"):
+        told += f", mean reward {figure(reward)}"
+    told += " on {num_samples} samples".format_map(_Fields(event))
     versions = names(event.get("versions"))
     return told + (f", of weights {', '.join(versions)}" if versions else "")
 

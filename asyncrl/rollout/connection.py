@@ -62,8 +62,9 @@ class Connection:
             retry=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
             sticky=config.router.sticky,
             keeps_kv=self._on_update == "in_place",
+            keeps_aborted=self._on_update == "abort",
+            detokenize=tokenizer.decode,
             owner=job_name(config.run.dir),
-            detokenize=tokenizer.decode if self._on_update == "abort" else None,
         )
         self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
         self.slots = Slots(rollout.concurrency)

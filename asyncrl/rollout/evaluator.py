@@ -184,6 +184,7 @@ class Evaluator:
                 executor=self._executor,
                 rollout_id=report.rollout_id,
                 accuracy=report.accuracy,
+                mean_reward=report.mean_reward,
                 num_samples=report.num_samples,
                 seconds=report.seconds,
                 skipped=report.skipped,

@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,11 @@ class RolloutExecutor:
             eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")
         external = None
         if config.eval.function is not None:
-            external = await in_thread(lambda: ExternalEvaluation(config.eval, config.model.path))
+            external = await in_thread(
+                lambda: ExternalEvaluation(
+                    config.eval, config.model.path, host=self._host, log_dir=self._log_dir, name=self.name
+                )
+            )
         connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
@@ -250,14 +254,19 @@ class RolloutExecutor:
         saved = SavedRollout(prompts, again, finished, ended, reasons, settings)
         return await in_thread(lambda: encode_rollout(saved))
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> Reached:
+    async def restore(
+        self, files: Mapping[str, bytes], step: int, on_reached: Callable[[Reached], Awaitable[object]] | None = None
+    ) -> Reached:
         """Goes on from what `save` returned when `step` batches were trained; before the first `get`.
 
-        Returns how far that was. Groups that were finished under other settings of sampling or reward are generated
-        again. Raises CheckpointError for files that cannot be read, DataError for other data.
+        Returns how far that was; `on_reached` hears it before any group comes back. Groups that were finished under
+        other settings of sampling or reward are generated again. Raises CheckpointError for files that cannot be read,
+        DataError for other data.
         """
         saved = await in_thread(lambda: decode_rollout(files, self._started.stream))
         reached = saved.reached
+        if on_reached is not None:
+            await on_reached(reached)
         saved, changed = saved.under(made_with(self._config))
         if changed:
             _log.warning(

@@ -148,6 +148,7 @@ class Evaluated(Event):
     """Name of the executor; empty for the one without a name."""
     rollout_id: int
     accuracy: float | None
+    mean_reward: float | None = None
     num_samples: int
     seconds: float
     versions: tuple[str, ...] = ()

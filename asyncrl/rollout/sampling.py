@@ -11,14 +11,15 @@ _ENGINE_RESERVE = 7  # SGLang takes prompts of at most context - 7 tokens, howev
 
 
 def training_sampling(config: Config, tokenizer: PolicyTokenizer) -> SamplingParams:
-    """Sampling of training rollouts; ConfigError for stop strings that cannot work."""
+    """Sampling of training rollouts; ConfigError for settings that cannot work together."""
     rollout = config.rollout
     if rollout.ignore_eos and rollout.stop:
         raise ConfigError(
             "rollout.ignore_eos makes the engine ignore all stop tokens, so rollout.stop would have no effect; "
             "unset one of them"
         )
-    stops = {*tokenizer.stop_token_ids, *tokenizer.stop_ids(rollout.stop)}
+    single = {string: tokenizer.token_of(string) for string in rollout.stop}
+    stops = {*tokenizer.stop_token_ids, *(token for token in single.values() if token is not None)}
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -26,6 +27,7 @@ def training_sampling(config: Config, tokenizer: PolicyTokenizer) -> SamplingPar
         top_k=rollout.top_k,
         stop_token_ids=tuple(sorted(stops)),
         ignore_eos=rollout.ignore_eos,
+        stop=tuple(string for string, token in single.items() if token is None),
     )
 
 
@@ -36,6 +38,7 @@ def eval_sampling(config: Config, training: SamplingParams) -> SamplingParams:
         temperature=config.eval.temperature,
         stop_token_ids=training.stop_token_ids,
         ignore_eos=training.ignore_eos,
+        stop=training.stop,
     )
 
 

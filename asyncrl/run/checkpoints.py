@@ -26,6 +26,7 @@ from asyncrl.rollout.scheduling.ledger import rolled_back
 from asyncrl.run.job import Job
 
 if TYPE_CHECKING:
+    from asyncrl.rollout.scheduling.ledger import Reached
     from asyncrl.run.parts import RolloutPart
     from asyncrl.run.turns import Halves
 
@@ -75,18 +76,24 @@ class Checkpoints:
 
     async def _go_on(self, executor: RolloutPart) -> None:
         job, resumed, name = self._job, self._trainer.resumed, executor.name
-        reached = None
-        if resumed is not None:
+
+        async def roll_back(reached: Reached | None) -> None:
+            """Before restored groups are told, those that ended since are told as rolled back."""
+            if job.directory.attempt > 0:
+                read = partial(read_events, job.directory.events)
+                group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read(), reached, name))
+                if group_ids:
+                    job.events.emit(GroupsRolledBack(step=self._first, group_ids=group_ids))
+
+        if resumed is None:
+            await roll_back(None)
+        else:
             files = _part_of(resumed.extra, name)
             if name and not files:
                 job.record.note(f"{resumed.path} knows no rollout executor {name!r}: it begins with its first prompt")
+                await roll_back(None)
             else:
-                reached = await executor.restore(files, self._first)
-        if job.directory.attempt > 0:
-            read = partial(read_events, job.directory.events)
-            group_ids = await anyio.to_thread.run_sync(lambda: rolled_back(read(), reached, name))
-            if group_ids:
-                job.events.emit(GroupsRolledBack(step=self._first, group_ids=group_ids))
+                await executor.restore(files, self._first, roll_back)
 
     async def save_if_due(self, rollout_id: int, *, last: bool) -> None:
         """Saves after rollout `rollout_id` where `checkpoint.every` says so, and the `last` one.
@@ -153,8 +160,9 @@ class Checkpoints:
         begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
         if step > begun and not self._job.config.debug.rollout_only:
             self._job.record.note(
-                f"nothing was saved: the {step - begun} step(s) of this attempt are lost, as checkpoint.every is 0; "
-                f"set it, or end a job with asyncrl stop {self._job.directory.path}, which exports the policy"
+                f"nothing was saved: no job can go on after the {step - begun} step(s) of this attempt, as "
+                f"checkpoint.every is 0; set it, or end a job with asyncrl stop {self._job.directory.path}, which "
+                "exports the policy"
             )
 
     async def _save(self, rollout_id: int, *, wait: bool) -> bool:

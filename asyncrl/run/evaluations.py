@@ -9,7 +9,8 @@ for them while the loop trains and publishes.
 Invariants
 - At most one evaluation is under way. `eval.if_busy` says what another one does meanwhile; that of the end waits.
 - Each evaluation leaves one point, also one that fails or that the end of the job cuts short: a skipped point says why.
-- A point says which weights were evaluated, and how far behind the training its result came.
+- A point says which weights were evaluated, and how far behind the training its result came. The evaluation of another
+  model is an event and a note, and no point.
 """
 
 from __future__ import annotations
@@ -113,7 +114,11 @@ class Evaluations:
         except AsyncRLError as error:
             report = self._executor.report_eval_skip(step, str(error))
         self._under_way = None
-        self._recorded(step, report)
+        if hf_dir is None:
+            self._recorded(step, report)
+        else:  # another model is no point of this run's curve
+            told = report.skipped or ", ".join(f"{name} {value:.4g}" for name, value in report.as_dict("").items())
+            self._job.record.note(f"evaluation of {hf_dir}: {told}")
 
     def _recorded(self, step: int, report: EvalReport) -> EvalReport:
         metrics = report.as_dict()

@@ -36,7 +36,7 @@ import anyio.to_thread
 from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.run.checkpoints import Checkpoints
@@ -46,6 +46,7 @@ from asyncrl.run.republication import Republication
 from asyncrl.run.turns import Halves
 from asyncrl.run.warm_up import warm_up
 from asyncrl.tasks import RunningTask
+from asyncrl.training.agreement import disagreement
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.data.batch import RolloutBatch
@@ -89,6 +90,10 @@ class Run:
         """Steps that were committed, and steps whose weights were published."""
         self._publication: PublicationReport | None = None
         """Of the step in progress."""
+        self._updates = self._skipped = 0
+        """Optimizer steps that were taken, and that were skipped as loss or gradient were not finite."""
+        self._disagreed = False
+        """Whether the user was told that trainer and engine compute different models."""
         self._halves = Halves(self.engines, trainer)
         self._checkpoints = Checkpoints(job, self._halves, self.executor, trainer_name)
         self._republication = Republication(self.engines, self._publish_trained, job.record.note)
@@ -172,7 +177,7 @@ class Run:
 
         On the training engines it returns the point. Engines of `eval.fleet` and `eval.function` go on beside the loop,
         and None is returned; `eval.if_busy` says what happens while the evaluation before is under way, for which the
-        `last` one always waits. An `hf_dir` needs one of the two.
+        `last` one always waits. An `hf_dir` needs one of the two; its result is a note and an event, and no point.
         """
         with self.job.record.phase("eval"):
             return await self._evaluations.evaluate(step, hf_dir, last=last)
@@ -203,7 +208,14 @@ class Run:
         Raises StalenessError for a batch that is too old, TrainerError where a rank fails.
         """
         async with self.trainers_turn() as trainer:
-            return await trainer.train(step, batch)
+            metrics = await trainer.train(step, batch)
+        self._updates += int(metrics.get("train/updates", 0))
+        self._skipped += int(metrics.get("train/skipped_updates", 0))
+        told = None if self._disagreed else disagreement(metrics, self.job.layout.dtype)
+        if told is not None:
+            self._disagreed = True
+            self.job.record.note(f"step {step + 1}: {told}")
+        return metrics
 
     async def commit(self, step: int) -> None:
         """Tells the executor that the batch of `step` is trained; its groups have ended."""
@@ -239,12 +251,18 @@ class Run:
     async def finish(self) -> None:
         """Ends the loop: last checkpoint, last publication, evaluation at the end and export, where they are due.
 
-        After a loop that ended early too; not after one that failed.
+        After a loop that ended early too; not after one that failed. Raises NonFiniteError where every optimizer step
+        was skipped: nothing was trained, so nothing is exported.
         """
         config = self.job.config
         if self.job.stop.requested and not self._trained:
             self.job.record.note("stopped before the first step: nothing was trained, so nothing is exported")
             return
+        if self._skipped and not self._updates:
+            raise NonFiniteError(
+                f"all {self._skipped} optimizer steps were skipped, as loss or gradient were not finite "
+                '(train.on_nonfinite = "skip"), so nothing was trained; the log says what was extreme in each batch'
+            )
         await self._checkpoints.save_last()
         if self._published < self._trained or self.job.turns.engines_wait:
             await self.publish(self._trained - 1)

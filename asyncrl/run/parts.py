@@ -7,7 +7,7 @@ checker holds them to it. The methods are described where they are real: `Infere
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -130,8 +130,13 @@ class RolloutPart(EngineUser, Protocol):
     async def save(self) -> dict[str, bytes]:
         """Files for a checkpoint."""
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> Reached | None:
-        """Goes on from what `save` returned when `step` batches were trained; returns how far that was."""
+    async def restore(
+        self, files: Mapping[str, bytes], step: int, on_reached: Callable[[Reached], Awaitable[object]] | None = None
+    ) -> Reached | None:
+        """Goes on from what `save` returned when `step` batches were trained; returns how far that was.
+
+        `on_reached` hears it before any group comes back.
+        """
 
     async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
         """Evaluates the policy, or the model in `hf_dir`; whatever goes wrong is a skipped point with a reason."""

@@ -10,11 +10,12 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data.fleet import ACTOR, EngineState
+from asyncrl.errors import RunDirectoryError
 from asyncrl.observability.display import Display
 from asyncrl.observability.events import EventLog, LoopStarted, StepFinished
 from asyncrl.observability.metrics import MetricsLog, StepTimer
@@ -167,6 +168,16 @@ class Recorder:
         if self._loop_began:
             states = [state for state in self._engines.values() if state != EngineState.STOPPED]
             self._display.engines(sum(state in _SERVING for state in states), len(states))
+
+
+def conclude_failure(recorder: Recorder, outcome: str, *, run_dir: Path, model: Path) -> None:
+    """Writes the summary of a job that failed, where it has trained; prints nothing, since its error is what counts.
+
+    The disk may be what failed, so a summary that cannot be written is left out.
+    """
+    if recorder.steps:
+        with suppress(RunDirectoryError):
+            write_summary(recorder.summary(outcome, model), run_dir)
 
 
 def conclude(recorder: Recorder, outcome: str, *, run_dir: Path, model: Path) -> None:

@@ -20,6 +20,7 @@ from asyncrl.host import Host, ProcessSpec
 from asyncrl.observability.events import FaultSeen
 from asyncrl.observability.report import METRICS_FILE
 from asyncrl.observability.trackers.sink import end_mark, identity_of
+from asyncrl.observability.waits import waiting
 from asyncrl.run.job import Job
 from asyncrl.tasks import run_all
 
@@ -72,16 +73,19 @@ class Trackers:
         self._ending, end = True, end_mark(self._job.directory.path, self._job.directory.attempt)
         try:
             end.touch()
-            await run_all(*(partial(self._finish, name) for name in self._names))
+            with anyio.CancelScope(shield=True):  # the last figures of a job that fails are wanted most
+                await run_all(*(partial(self._finish, name) for name in self._names))
             end.unlink()
         except (OSError, EngineError) as error:  # a full disk; the host has ended, and all sinks with it
             self._job.record.note(f"trackers may lack the last metrics, which {METRICS_FILE} has: {error}")
 
     async def _finish(self, name: str) -> None:
-        with anyio.move_on_after(self._grace_s):
-            await self._host.wait(name)
+        try:
+            with waiting("end of the metrics", name, self._grace_s):
+                await self._host.wait(name)
             return
-        await self._host.kill(name)
+        except TimeoutError:
+            await self._host.kill(name)
         what = f"did not take all metrics within {self._grace_s:g} s of the end"
         self._tell(name, f"{what}; {METRICS_FILE} has them ({self._log(name)})")
 

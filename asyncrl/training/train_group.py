@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -26,7 +27,7 @@ from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import AlgorithmError, TrainerError, WeightUpdateError
+from asyncrl.errors import AlgorithmError, ExportError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
@@ -34,11 +35,12 @@ from asyncrl.training.backends import make_backend
 from asyncrl.training.checkpoints.restoring import saved_tensors
 from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
+from asyncrl.training.last_policy import keep_leftovers, leave_policy
 from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks import commands
 from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
-from asyncrl.training.ranks.rank import RankEnvironment
+from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
 from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.statistics import TrainGroupStatistics
@@ -114,6 +116,8 @@ class TrainGroup:
         """A step of the loop that rank 0 has executed and that is not counted yet: rollout id, and when it began."""
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         """By role; empty before `init`."""
+        self._exported = 0
+        """Steps behind the newest export."""
         self._disposed = False
         self.resumed: SavedCheckpoint | None = None
         """The checkpoint that `init` began from, with the files of other parts; None where it began from the model."""
@@ -139,6 +143,8 @@ class TrainGroup:
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
             self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
+        elif self._publisher is not None and self._events.attempt > 0:
+            await keep_leftovers(self._publisher, self._config)
         payload, seconds = self.payload, time.monotonic() - started
         ranks, tensors, size = self._environment.world_size, len(payload.specs), payload.size_bytes
         ready = TrainerReady(ranks=ranks, tensors=tensors, bytes=size, seconds=seconds)
@@ -208,8 +214,18 @@ class TrainGroup:
         return await self._publisher.publish(self._publishing.version_of(step))
 
     async def export_hf(self, directory: Path) -> None:
-        """Writes the policy as a Hugging Face directory, all at once or not at all."""
-        await self._ranks.run(commands.ExportHf(ACTOR, str(directory)), f"exporting to {directory}")
+        """Writes the policy as a Hugging Face directory, all at once or not at all.
+
+        Raises ExportError where the disk does not take it; the trainer is whole, and may export again.
+        """
+        outcome = await self._ranks.run(commands.ExportHf(ACTOR, str(directory)), f"exporting to {directory}")
+        assert isinstance(outcome, ExportOutcome)
+        if outcome.error is not None:
+            raise ExportError(
+                f"the policy of step {self._step} was not exported: {directory} could not be written "
+                f"({outcome.error}); make room on its disk, or choose another with --run.dir"
+            ) from outcome.error
+        self._exported = self._step
 
     async def save_model(self, rollout_id: int) -> Path:
         """Writes the policy after rollout `rollout_id` under the run directory; weights only, no optimizer state."""
@@ -270,12 +286,18 @@ class TrainGroup:
             return
         self._disposed = True
         with anyio.CancelScope(shield=True):
-            if self._publisher is not None:
-                await tried("closing the weight transport", self._publisher.aclose, SHUTDOWN_TIMEOUT_S)
             if self._ranks.unbroken:
                 await tried("the checkpoint in progress", self._checkpoints.finish, SHUTDOWN_TIMEOUT_S)
+            if self._publisher is not None:
+                await tried("keeping the policy", partial(self._leave_policy, self._publisher), SHUTDOWN_TIMEOUT_S)
+                await tried("closing the weight transport", self._publisher.aclose, SHUTDOWN_TIMEOUT_S)
             await self._ranks.end()
         self._checkpoints.close()
+
+    async def _leave_policy(self, publisher: Publisher) -> None:
+        newest, resumed = self._checkpoints.newest, self.resumed
+        saved = max(self._exported, 0 if newest is None else newest.step, 0 if resumed is None else resumed.step)
+        await leave_policy(publisher, self._config, self._events, trained=self._step, saved=saved)
 
     # the weight plane's view (asyncrl.weights.transfer.WeightSource)
 
@@ -292,8 +314,8 @@ class TrainGroup:
         """Exports the policy once, on all ranks, into `sink` on rank 0; raises as `Payload.export` does."""
         outcome = await self._ranks.run(commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=sink)
         assert isinstance(outcome, ExportOutcome)
-        if outcome.sink_error is not None:
-            raise outcome.sink_error
+        if outcome.error is not None:
+            raise outcome.error
 
     # steps
 

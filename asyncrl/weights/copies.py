@@ -18,6 +18,7 @@ Invariants
 - Of copies that nobody uses at most `KEPT` exist. One in use stays as it is, however old: an evaluation may be pinned
   to it, or an engine still reading it. A version that is published again gets a copy of its own: the one before may be
   what engines could not load.
+- A copy that `leave_newest` moved away is no copy any more: it outlives the job.
 - The next copy is written over the files of an old one, those of a killed job among them: memory and blocks for 500 MiB
   of new files cost 1 s, new numbers in old files 0.07 s (measured, ext4).
 """
@@ -40,15 +41,19 @@ import anyio.to_thread
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.observability.text_plots import size
 from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
 from asyncrl.weights.copy_file import FILE, header, write_file
 from asyncrl.weights.host_buffer import HostBuffer, Recording
+from asyncrl.weights.left_behind import leave_behind, steps_of
 from asyncrl.weights.transfer import Payload
 
 KEPT = 2
 REMOVE_TIMEOUT_S = 5.0
 """At the end of the job: for the block that is being written, and for the removal of the files."""
+_LAST_WRITE_S = 2.0
+"""At the end of the job: for a copy in progress that nothing else holds, before the one before it is taken."""
 _UNFINISHED = ".next"
 """Directory of the copy that is being written; also where the files of an old one wait for that."""
 
@@ -120,6 +125,15 @@ class Copies:
         """Begins to write a recording that was committed. `due`: when it is given up (anyio.current_time)."""
         self._background.start(f"copy in {directory}", partial(self._keep, recording, directory, readers, due))
 
+    async def leave_newest(self, newer_than: int, place: Path) -> Path | None:
+        """Moves the newest copy to `place`, where it outlives the job; returns its new path.
+
+        None where no copy holds more than `newer_than` steps of training. A copy in progress has `_LAST_WRITE_S`.
+        Raises OSError.
+        """
+        leave = partial(self._leave_newest, newer_than, place)
+        return await anyio.to_thread.run_sync(leave, abandon_on_cancel=True)
+
     async def aclose(self) -> None:
         """Gives up what is being written and removes every copy; ends within `REMOVE_TIMEOUT_S`. Idempotent."""
         self._closed = True
@@ -155,11 +169,7 @@ class Copies:
         with self._disk:
             if not recording.held:
                 return False
-            self._directory.mkdir(parents=True, exist_ok=True)
-            if not self._looked:
-                found = [path for path in self._directory.iterdir() if path != self._unfinished and path.is_dir()]
-                self._complete = sorted(found, key=lambda path: path.stat().st_mtime)
-                self._looked = True
+            self._look()
             if self._needs_room:
                 size_bytes = len(header(recording)) + recording.payload.size_bytes
                 self._make_room(size_bytes, anyio.from_thread.run_sync(readers.copies_in_use))
@@ -174,6 +184,29 @@ class Copies:
                 self._reuse(path)
             return True
 
+    def _look(self) -> None:
+        """Takes over what an earlier attempt of the job left."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._looked:
+            found = [path for path in self._directory.iterdir() if path != self._unfinished and path.is_dir()]
+            self._complete = sorted(found, key=lambda path: path.stat().st_mtime)
+            self._looked = True
+
+    def _leave_newest(self, newer_than: int, place: Path) -> Path | None:
+        if not self._disk.acquire(timeout=_LAST_WRITE_S):
+            self._buffer.holder = None  # the writing thread stops after its block
+            if not self._disk.acquire(timeout=_LAST_WRITE_S):
+                raise TimeoutError(f"the disk of {self._directory} does not answer")
+        try:
+            self._look()
+            found = [path for path in self._complete if path.is_dir() and steps_of(path.name) > newer_than]
+            if not found:
+                return None
+            self._complete.remove(found[-1])
+            return leave_behind(found[-1], found[-1].name, place)
+        finally:
+            self._disk.release()
+
     def _make_room(self, size_bytes: int, in_use: Collection[Path]) -> None:
         """Takes the files of old copies where there is no other room; raises OSError where that does not help."""
         file = self._unfinished / FILE
@@ -184,7 +217,7 @@ class Copies:
             spare = [path for path in self._complete if path not in in_use]
             if not spare:
                 raise OSError(
-                    f"{free / 1e9:.1f} GB are free, and {needed / 1e9:.1f} GB would have to be: the copy, and as much "
+                    f"{size(free)} are free, and {size(needed)} would have to be: the copy, and as much "
                     "again for others; set weights.directory to a larger disk, or weights.keep_published"
                 )
             self._reuse(spare[0])

@@ -18,6 +18,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from asyncrl.observability.text_plots import size
 from asyncrl.weights.transfer import Payload, Sink
 
 BLOCK_BYTES = 64 << 20
@@ -87,8 +88,8 @@ class Recording:
         try:
             self._buffer.reserve(size_bytes)
         except RuntimeError as error:
-            size_gb, told = round(size_bytes / 1e9, 1), "no host memory for a copy of the published weights"
-            _log.warning(told, gigabytes=size_gb, reason=str(error), advice="set weights.keep_published to never")
+            told = "no host memory for a copy of the published weights"
+            _log.warning(told, size=size(size_bytes), reason=str(error), advice="set weights.keep_published to never")
         else:
             self.payload = replace(payload, export=export)
 

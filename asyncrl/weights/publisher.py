@@ -13,8 +13,10 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
@@ -23,6 +25,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.weights.copies import Copies
 from asyncrl.weights.host_buffer import Recording
+from asyncrl.weights.left_behind import leave_behind, steps_of
 from asyncrl.weights.publication import Fleet, PublicationLimits, PublicationReport, engines_to_retry
 from asyncrl.weights.publication_events import WeightsPublished, WeightTransferFailed, WeightUpdateFailed
 from asyncrl.weights.shielding import finish_despite_cancellation
@@ -62,6 +65,8 @@ class Publisher:
         self._events = events
         self._copies = copies
         self._limits = limits
+        self._left: tuple[str, Path] | None = None
+        """Version and directory of the copy that the transport left of the last commit."""
 
     async def publish(self, version: str) -> PublicationReport:
         """Brings every updatable engine to the trainer's present weights, which are called `version` (`attempt.step`).
@@ -79,6 +84,19 @@ class Publisher:
                 lost += 1
                 if lost == self._limits.transfers:
                     raise
+
+    async def leave_copy(self, newer_than: int, place: Path) -> Path | None:
+        """Moves the newest copy of published weights to `place`, where it outlives the job; returns its new path.
+
+        None where no copy holds more than `newer_than` steps of training. Raises OSError. Nothing is published later.
+        """
+        if self._copies is not None and not self._transport.leaves_copy:
+            return await self._copies.leave_newest(newer_than, place)
+        left, self._left = self._left, None
+        if left is None or steps_of(left[0]) <= newer_than:
+            return None
+        version, directory = left
+        return await anyio.to_thread.run_sync(leave_behind, directory, version, place, abandon_on_cancel=True)
 
     async def aclose(self) -> None:
         """Gives back what the transport keeps between publications. Idempotent."""
@@ -174,7 +192,9 @@ class Publisher:
 
         async def commit() -> None:
             if self._copies is None or recording is None or not recording.complete:
-                await self._fleet.commit_weight_update(lease.lease_id, acks, self._transport.copy)
+                copy = self._transport.copy
+                await self._fleet.commit_weight_update(lease.lease_id, acks, copy)
+                self._left = None if copy is None else (lease.version, copy)
                 return
             directory = self._copies.place(lease.version, self._fleet.copies_in_use())
             due = anyio.current_time() + self._limits.copy_timeout_s

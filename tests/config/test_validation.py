@@ -55,6 +55,11 @@ README = Path(__file__).parents[2] / "README.md"
             "evaluates in the place of eval.data; take one of the two out",
         ),
         (["--eval.function", "no_such:evaluate"], "eval.function", "there is no module 'no_such'"),
+        (
+            ["--eval.function", "asyncrl.demo.task:heldout_prompts", "--weights.keep-published", "never"],
+            "weights.keep_published",
+            "they read the copy; use auto or always",
+        ),
         (["--eval.function-args.k", "4"], "eval.function_args", "set eval.function"),
         (
             ["--weights.on-update", "in_place", "--engine.server-args.speculative-algorithm", "NGRAM"],
@@ -66,6 +71,10 @@ README = Path(__file__).parents[2] / "README.md"
         (["--rollout.filters", "nowhere:judge"], "rollout.filters", "there is no module 'nowhere'"),
         (["--train.num-steps", "none", "--train.lr-decay", "cosine"], "train.lr_decay", "the length of the run"),
         (["--train.num-steps", "none", "--data.size", "3"], "data.size", "do not fill one batch of 8"),
+        (["--rollout.temperature", "1e-9"], "rollout.temperature", "taken for 0 (greedy) by the engine"),
+        (["--train.lr", "1e39"], "train.lr", "1e+39 is inf in float32"),
+        (["--train.adam-eps", "1e-60"], "train.adam_eps", "1e-60 is 0 in float32"),
+        (["--train.adam-beta2", "0.9999999999"], "train.adam_beta2", "is 1 in float32"),
         (["--model.context-length", "1024"], "model.context_length", "over the model's own limit of 512"),
         (["--rollout.max-new-tokens", "512"], "rollout.max_new_tokens", "no room for a prompt in a context of 512"),
         (["--model.context-length", "64"], "rollout.max_new_tokens", "in a context of 64 tokens"),
@@ -191,7 +200,7 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
     ],
 )
 def test_an_unusual_setting_that_works_is_not_refused(load, argv):
-    Path("my_rewards.py").touch()
+    Path("my_rewards.py").write_text("from anywhere import *")
     load(*argv)
 
 

@@ -7,7 +7,7 @@ here; samples are made up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
@@ -68,9 +68,14 @@ class FakeExecutor:
         self._deliveries.check_all_committed()
         return {"fake.json": str(self._groups).encode()}
 
-    async def restore(self, files: Mapping[str, bytes], step: int) -> Reached:
+    async def restore(
+        self, files: Mapping[str, bytes], step: int, on_reached: Callable[[Reached], Awaitable[object]] | None = None
+    ) -> Reached:
         self._groups = int(files["fake.json"])
-        return Reached(self._groups, {})
+        reached = Reached(self._groups, {})
+        if on_reached is not None:
+            await on_reached(reached)
+        return reached
 
     async def eval(self, rollout_id: int, hf_dir: Path | None = None) -> EvalReport:
         return self.report_eval_skip(rollout_id, "a fake has nothing to evaluate")

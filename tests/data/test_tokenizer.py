@@ -67,7 +67,8 @@ def test_what_the_chat_template_ends_turns_with_ends_a_response(
 ) -> None:
     special = ("<|im_end|>", "<|eot_id|>")
     tokenizer = PolicyTokenizer.load(write_policy(tmp_path, chat_template=template, special=special))
-    (end,) = tokenizer.stop_ids([turn_end])
+    end = tokenizer.token_of(turn_end)
+    assert end is not None
     assert tokenizer.turn_end_id == end and tokenizer.eos_token_id == 2
     assert tokenizer.stop_token_ids == tuple(sorted({2, end}))
 
@@ -78,11 +79,11 @@ def test_an_id_outside_the_models_vocabulary_names_both_sizes(tmp_path: Path) ->
         tokenizer.encode(["xyz"], add_special_tokens=False)
 
 
-def test_a_stop_string_must_be_one_token(tmp_path: Path) -> None:
+def test_a_text_of_one_token_is_told_from_one_of_several(tmp_path: Path) -> None:
     tokenizer = PolicyTokenizer.load(write_policy(tmp_path))
-    assert tokenizer.stop_ids(["\n", "<|end|>"]) == (tokenizer.encode(["\n"], add_special_tokens=False)[0][0], 3)
-    with pytest.raises(ConfigError, match=r"rollout.stop: 'ab' is 2 tokens"):
-        tokenizer.stop_ids(["ab"])
+    assert tokenizer.token_of("\n") == tokenizer.encode(["\n"], add_special_tokens=False)[0][0]
+    assert tokenizer.token_of("<|end|>") == 3
+    assert tokenizer.token_of("ab") is None
 
 
 def test_a_missing_or_damaged_model_directory_is_one_clear_error(tmp_path: Path) -> None:

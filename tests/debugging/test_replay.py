@@ -44,6 +44,7 @@ async def test_a_batch_that_a_failure_left_is_trained_too(tmp_path: Path) -> Non
     await executor.get(3)
     figures = executor.last_rollout
     assert (figures.rollout_id, figures.samples, figures.response_tokens, figures.reward_mean) == (3, 2, 5, 0.5)
+    assert figures.as_dict()["rollout/samples"] == 2 and "rollout/engine_queue_max" not in figures.as_dict()
 
 
 def test_a_directory_without_batches_is_refused(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_nonsense_on_the_lifeline_is_answered_and_survived(tmp_path: Path) -> No
     ours, theirs = socket.socketpair()
     root = str(Path(__file__).parents[2])
     boot = f"import sys; sys.path.insert(0, {root!r}); from asyncrl.host.server import main; main()"
-    command = [sys.executable, "-I", "-S", "-c", boot, str(theirs.fileno()), str(os.getpid())]
+    command = [sys.executable, "-I", "-S", "-c", boot, str(theirs.fileno()), str(os.getpid()), "0"]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as host:
         theirs.close()
         ours.settimeout(10)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -240,3 +241,30 @@ async def test_a_storm_of_spawns_and_ends(host: EngineHost, python: PythonSpec) 
 
 def _open_fds(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+PRINTS = """
+import os, sys, time
+line = b"%07d " + b"x" * 91 + b"\\n"
+for number in range(60_000):
+    os.write(1, line % number)
+    if number % 10_000 == 0:
+        time.sleep(0.6)
+print("the end", flush=True)
+os.write(2, b"last words\\n")
+"""
+
+
+async def test_a_process_that_prints_without_end_fills_no_disk_and_its_last_words_are_kept(
+    host: EngineHost, python: PythonSpec, tmp_path: Path
+) -> None:
+    log = tmp_path / "chatty.log"
+    log.write_text("an older run\n" * 1000)
+    spec = replace(python("chatty", PRINTS), log_path=str(log), log_bytes=1_000_000)
+    await host.spawn(spec)
+    ended = await host.wait("chatty")
+    assert ended.returncode == 0 and ended.log_tail.endswith("the end\nlast words")
+    kept = log.stat().st_size + (tmp_path / "chatty.log.1").stat().st_size
+    assert 0 < kept < 3_500_000, "of 6 MB that were printed"
+    numbers = [int(row[:7]) for row in log.read_text().splitlines() if row[:7].isdigit()]
+    assert numbers == list(range(numbers[0], 60_000)), "lines stay whole"

@@ -86,7 +86,7 @@ class HostMachine(RuleBasedStateMachine):
     @here
     @rule(name=NAMES)
     def spawn(self, name: str) -> None:
-        self.ask(op="spawn", name=name, argv=["true"], env={}, log_path="/dev/null")
+        self.ask(op="spawn", name=name, argv=["true"], env={}, log_path="/dev/null", log_bytes=1)
 
     @here
     @rule(name=NAMES, grace_s=st.floats(0, 10))
@@ -166,7 +166,9 @@ TestHostMachine = HostMachine.TestCase
 
 
 def started(state: HostState) -> int:
-    (launch,) = state.on_request({"id": 1, "op": "spawn", "name": "e", "argv": ["x"], "env": {}, "log_path": "l"}, 0.0)
+    (launch,) = state.on_request(
+        {"id": 1, "op": "spawn", "name": "e", "argv": ["x"], "env": {}, "log_path": "l", "log_bytes": 1}, 0.0
+    )
     assert isinstance(launch, Launch)
     state.on_guardian(launch.serial, {"started": 7, "log_start": 5})
     return launch.serial

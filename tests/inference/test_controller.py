@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineError
@@ -57,6 +58,21 @@ async def test_an_engine_that_answers_pings_but_generates_nothing_is_not_ready(s
         with pytest.raises(EngineError, match=r"no first generation from engine-0 after 0\.3 s(.|\n)*last words"):
             await fleet.controller.wait_ready()
         assert fleet.states() == ["quarantined"]
+
+
+async def test_an_engine_whose_first_generation_fails_says_so_at_once_and_each_reason_once(
+    start_fleet: StartFleet,
+) -> None:
+    def prepare(fleet: Fleet) -> None:
+        fleet.engines[0].script(refuse("generate", 503, "still loading", times=2))
+        fleet.engines[0].script(refuse("generate", 500, "no kernel for this model", times=3))
+
+    with capture_logs() as logs:
+        async with start_fleet(1, prepare=prepare) as fleet:
+            await fleet.controller.wait_ready()
+    told = [line["event"] for line in logs if "HTTP" in line["event"]]
+    assert len(told) == 1 and "HTTP 500" in told[0] and "no kernel for this model" in told[0]
+    assert "asked again for up to" in told[0]
 
 
 async def test_an_engine_that_refuses_to_generate_says_why_when_its_time_is_up(start_fleet: StartFleet) -> None:

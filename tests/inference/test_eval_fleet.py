@@ -116,6 +116,14 @@ async def test_it_is_pinned_to_the_published_weights_unless_told_otherwise_and_h
         await fleet.controller.abort_weight_update(lease.lease_id, {}, untouched=True)
 
 
+async def test_a_checkpoint_without_a_version_is_known_by_the_name_of_its_directory(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with with_eval_fleet(start_fleet, tmp_path) as evaluated:
+        info = await evaluated.fleet.controller.pin_eval_fleet(evaluated.checkpoint("torn:mine@home"))
+        assert info.version == "torn_mine_home" and evaluated.serve(info.version)
+
+
 async def test_where_a_function_evaluates_the_published_copy_is_kept_for_it_and_no_engine_starts(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.data.fleet import EngineState
+from asyncrl.data.fleet import ACTOR, EngineState
 from asyncrl.errors import TrainerError, WeightUpdateError
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.routing import router_client as router_client
@@ -143,7 +143,8 @@ class Rig:
         """What is not as it must be between publications."""
         found: list[str] = []
         view = self.fleet.controller.fleet()
-        for status, engine in zip(view.engines, self.fleet.engines, strict=True):
+        trained = [status for status in view.engines if status.model == ACTOR]
+        for status, engine in zip(trained, self.fleet.engines, strict=True):
             who, serves = status.endpoint.engine_id, status.state is EngineState.SERVING
             routed = status.endpoint.url in self.fleet.router.workers
             if not engine.alive:

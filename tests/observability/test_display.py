@@ -19,7 +19,7 @@ from rich.console import Console
 
 from asyncrl.observability.display import LiveDisplay, PlainDisplay, make_display
 from asyncrl.observability.run_view import DisplayState, HeldOut, StepReport, idle_line, render, step_line
-from asyncrl.observability.text_plots import duration, shares, sparkline, time_split_text
+from asyncrl.observability.text_plots import duration, shares, size, sparkline, time_split_text
 from asyncrl.observability.waits import WAITS, Wait
 
 
@@ -317,6 +317,64 @@ def test_log_lines_do_not_tear_the_live_table(tmp_path: Path) -> None:
     assert [line for line in screen if line.strip()][-1].startswith("╰")
 
 
+PROMPT = """
+import pdb, sys, time
+from asyncrl.observability.display import make_display
+from asyncrl.observability.run_view import StepReport
+
+def a_step(number):
+    return StepReport(step=number, reward_mean=0.5, response_length=9, tokens_per_s=80, seconds=1.0, time_split={})
+
+display = make_display("live")
+display.start(3)
+held = sys.stdout
+display.step(a_step(1))
+time.sleep(0.5)
+secret = 41
+%s
+secret += 1
+display.step(a_step(2))
+print(f"went on with {secret}", file=held)
+display.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ask", "prompt"),
+    [
+        ("breakpoint()", "(Pdb) "),
+        ("pdb.set_trace()", "(Pdb) "),
+        ("while input('(Ask) ') != 'c': print(secret)", "(Ask) "),
+    ],
+)
+def test_a_prompt_under_the_live_table_is_seen_and_nothing_draws_over_it(ask: str, prompt: str) -> None:
+    master, slave = os.openpty()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONBREAKPOINT"}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "200"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROMPT % ask], stdout=slave, stderr=slave, stdin=slave, env=environment
+    ) as process:
+        os.close(slave)
+        output = b""
+        try:
+            while prompt.encode() not in output:
+                output += os.read(master, 65536)
+            time.sleep(1.0)  # a table that was still drawn would be drawn here
+            os.write(master, b"p secret\n")
+            while output.count(prompt.encode()) < 2:
+                output += os.read(master, 65536)
+            os.write(master, b"c\n")
+            while chunk := os.read(master, 65536):
+                output += chunk
+        except OSError:  # EIO: the process has closed its side
+            pass
+    os.close(master)
+    assert process.returncode == 0
+    before, asked, after = output.decode().split(prompt)
+    assert "step 1/3" in before and "41" in asked and "\x1b" not in asked
+    assert "step 2/3      reward 0.500" in after and "went on with 42" in after
+
+
 def test_a_sparkline_spans_its_least_and_greatest() -> None:
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert sparkline([0.0, float("nan"), 1.0], 10) == "▁?█"
@@ -337,6 +395,14 @@ def test_the_cells_of_a_bar_fill_it(parts: dict[str, float], width: int) -> None
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (5_300_000, "5.3 MB"), (999_900, "1 MB"), (2.5e9, "2.5 GB"), (3e13, "30 TB")],
+)
+def test_sizes_read_well(size_bytes: float, text: str) -> None:
+    assert size(size_bytes) == text
 
 
 def test_a_time_split_names_the_largest_first() -> None:

@@ -38,6 +38,11 @@ def test_a_key_that_is_not_section_and_name_is_refused(key: str) -> None:
         metric_line(1, 0, {key: 1.0})
 
 
+def test_a_name_that_a_user_chose_is_written_so_that_trackers_take_it() -> None:
+    line = metric_line(1, 0, {"rollout/reward/is it right?_mean": 1.0, "train/größe": 2.0, "eval//x": 3.0})
+    assert line["rollout/reward/is_it_right__mean"] == 1.0 and line["train/gr_e"] == 2.0 and line["eval/_/x"] == 3.0
+
+
 def test_text_is_refused_even_where_it_looks_like_a_number() -> None:
     with pytest.raises(TypeError, match="train/loss is text"):
         metric_line(1, 0, {"train/loss": "1.0"})  # type: ignore[dict-item]

@@ -197,14 +197,16 @@ def test_the_times_are_those_of_the_summary_where_there_is_one(
 def test_an_accuracy_is_rounded_and_an_ordinary_end_does_not_alarm() -> None:
     report = build_report(
         [
-            line("evaluated", accuracy=0.046875, num_samples=64),
+            line("evaluated", accuracy=0.046875, mean_reward=0.046875, num_samples=64),
+            line("evaluated", accuracy=0.0, mean_reward=0.352, num_samples=64),
             line("process_exited", name="engine-0", pid=7, returncode=-9, requested=True, survivors=0),
             line("process_exited", name="engine-0", pid=8, returncode=-9, requested=False, survivors=0),
         ],
         [],
     )
     assert [e.text for e in report.timeline] == [
-        "accuracy 0.047 on 64 samples", "process 7 was ended", "process 8 exited unexpectedly with -9"
+        "accuracy 0.047 on 64 samples", "accuracy 0.000, mean reward 0.352 on 64 samples",
+        "process 7 was ended", "process 8 exited unexpectedly with -9"
     ]  # fmt: skip
 
 

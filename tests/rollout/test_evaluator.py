@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import pytest
 
 from asyncrl.data.fleet import EvalFleetInfo
 from asyncrl.errors import ConfigError
+from asyncrl.host import EngineHost
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.connection import Connection
 from asyncrl.rollout.evaluation import EvalReport
@@ -184,7 +186,8 @@ EXTERNAL = {
     "sync": (0.75, None),
     "raises": (None, "ValueError: no such task"),
     "wrong": (None, "a dict of numbers with `accuracy` is wanted, and it returned {'score': 1}"),
-    "hangs": (None, "no evaluation .* after 0.3 s"),
+    "hangs": (None, "no evaluation .* after 3 s"),
+    "dies": (None, r"own_evaluations:dies ended its process: exit code 7: my last words"),
 }
 
 
@@ -192,6 +195,7 @@ EXTERNAL = {
 async def test_a_function_of_the_users_own_evaluates_the_checkpoint_as_a_model_directory(
     start_executor: StartExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    (tmp_path / "logs").mkdir()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("the first")
@@ -203,8 +207,13 @@ async def test_a_function_of_the_users_own_evaluates_the_checkpoint_as_a_model_d
     async def pin(hf_dir: Path | None) -> EvalFleetInfo:
         return EvalFleetInfo("", "0.4", (), checkpoint)
 
-    settings = {"function": f"own_evaluations:{name}", "function_args": {"k": 4}, "timeout_s": 0.3}
-    async with scripted_engine() as engine, start_executor(engine, eval=settings, pin_eval_fleet=pin) as executor:
+    settings = {"function": f"own_evaluations:{name}", "function_args": {"k": 4}}
+    settings["timeout_s"] = 3 if name == "hangs" else 60
+    async with (
+        EngineHost.start(tmp_path / "logs") as host,
+        scripted_engine() as engine,
+        start_executor(engine, host=host, eval=settings, pin_eval_fleet=pin) as executor,
+    ):
         report = await executor.eval(4)
     expected, skipped = EXTERNAL[name]
     if skipped is not None:
@@ -219,7 +228,8 @@ async def test_a_function_of_the_users_own_evaluates_the_checkpoint_as_a_model_d
 
 
 OWN = """
-import asyncio
+import os
+import time
 
 def sync(hf_dir, k):
     assert sorted(p.name for p in hf_dir.iterdir()) == ["config.json", "model.safetensors", "own_evaluations.py",
@@ -239,9 +249,41 @@ def raises(hf_dir, k):
 async def wrong(hf_dir, k):
     return {"score": 1}
 
-async def hangs(hf_dir, k):
-    await asyncio.sleep(60)
+def hangs(hf_dir, k):
+    time.sleep(600)
+
+def dies(hf_dir, k):
+    print("my last words", flush=True)
+    os._exit(7)
 """
+
+
+async def test_an_evaluation_that_is_cancelled_leaves_no_process(
+    start_executor: StartExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_evaluations.py").write_text(OWN)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def pin(hf_dir: Path | None) -> EvalFleetInfo:
+        return EvalFleetInfo("", "0.4", (), tmp_path)
+
+    def running() -> int:
+        mine = {child.pid for child in psutil.Process().children(recursive=True)}
+        lines = (p.info["cmdline"] or () for p in psutil.process_iter(["cmdline"]) if p.pid in mine)
+        return sum("asyncrl.rollout.evaluation_process" in line for line in lines)
+
+    settings = {"function": "own_evaluations:hangs", "function_args": {"k": 4}}
+    async with (
+        EngineHost.start(tmp_path) as host,
+        scripted_engine() as engine,
+        start_executor(engine, host=host, eval=settings, pin_eval_fleet=pin) as executor,
+    ):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(executor.eval, 4)
+            await eventually(lambda: running() > 0)
+            tasks.cancel_scope.cancel()
+        assert running() == 0
 
 
 async def test_a_function_that_does_not_take_its_arguments_is_refused_before_anything_runs(

@@ -91,7 +91,32 @@ async def test_requests_carry_ids_within_the_vocabulary_and_all_end_tokens(
         newline = tokenizer.encode(["\n"], add_special_tokens=False)[0][0]
         for request in engine.requests:
             assert request["sampling_params"]["stop_token_ids"] == sorted([2, newline])
+            assert "stop" not in request["sampling_params"]
             assert all(0 <= token < tokenizer.vocab_size for token in request["input_ids"])
+
+
+async def test_a_response_ends_with_the_token_that_completes_a_stop_string_whoever_sees_it(
+    start_executor: StartExecutor, tokenizer: PolicyTokenizer
+) -> None:
+    """The engine has seen the stop of the first samples, and missed that of the others."""
+    (said,) = tokenizer.encode(["1end"], add_special_tokens=False)
+    missed = tokenizer.encode(["1end23"], add_special_tokens=False)[0]
+
+    def script(request: dict[str, Any], number: int) -> Action:
+        seen = Action(tuple(said.tolist()), "1end", meta={"finish_reason": {"type": "stop", "matched": "end"}})
+        return seen if number % 2 else Action(tuple(missed.tolist()), "1end23", finish="length")
+
+    texts: list[str] = []
+    stop = {"stop": ("end", "\n")}
+    async with scripted_engine(script) as engine, start_executor(engine, rollout=stop) as executor:
+        batch = await executor.get(0)
+        texts += [request["sampling_params"]["stop"][0] for request in engine.requests]
+        assert all(request["sampling_params"]["no_stop_trim"] for request in engine.requests)
+    assert set(texts) == {"end"}, "the other one is one token"
+    rows = batch.tokens.split(batch.sequence_lengths.tolist())
+    assert all(row[-len(said) :].tolist() == said.tolist() for row in rows) and not batch.truncated.any()
+    ends = zip(batch.versions, batch.sequence_lengths.tolist(), strict=True)
+    assert all(spans[-1].end == length for spans, length in ends)
 
 
 async def test_concurrency_is_bounded_and_used(start_executor: StartExecutor) -> None:
@@ -333,7 +358,6 @@ async def test_bad_data_is_refused_before_anything_is_sampled(start_executor: St
 async def test_sampling_that_cannot_work_is_refused(start_executor: StartExecutor) -> None:
     async with scripted_engine() as engine:
         for rollout, message in [
-            ({"stop": ("ab",)}, "must be one token"),
             ({"stop": ("\n",), "ignore_eos": True}, "rollout.stop would have no effect"),
             ({"max_new_tokens": 64}, "leave no room for a prompt in a context of 64"),
         ]:

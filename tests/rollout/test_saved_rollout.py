@@ -214,8 +214,15 @@ async def test_finished_groups_come_back_running_ones_are_issued_again_and_train
     async with scripted_engine(held({"00000004"})) as engine:
         files = await saved_after_one_batch(start_executor, engine, events)
     async with scripted_engine() as engine, start_executor(engine, **ONE_AHEAD) as executor:
-        reached = await executor.restore(files, 1)
+        told_before: list[tuple[Reached, bool]] = []
+
+        async def told(reached: Reached) -> None:
+            told_before.append((reached, any(line["kind"] == "groups_restored" for line in events.recent)))
+
+        reached = await executor.restore(files, 1, told)
         assert reached == Reached(6, {3: 0, 4: 0, 5: 0})
+        assert told_before == [(reached, False)], "what is rolled back is in the log before what comes back"
+        assert any(line["kind"] == "groups_restored" for line in events.recent)
         assert executor.statistics().groups[GroupState.TRAINED] == 3
         engine.version = "1.1"
         executor.set_weight_version("1.1")

@@ -67,6 +67,12 @@ class Executor(Noted):
     def __init__(self, calls: list[str], **answers: Any) -> None:
         super().__init__("executor", calls, **({"get": "BATCH", "save": {}} | answers))
 
+    async def restore(self, files: Any, step: int, on_reached: Any) -> Any:
+        self.note("restore", files, step)
+        reached = self._answers.get("restore")
+        await on_reached(reached)
+        return reached
+
     async def eval(self, step: int, hf_dir: Any = None) -> Any:
         self.note("eval", step, hf_dir)
         answer = self._answers.get("eval", skipped_report(step, "nothing is asked"))
@@ -113,7 +119,7 @@ class Trainer(Noted):
     async def train(self, rollout_id: int, batch: Any) -> dict[str, float]:
         self.note("train", rollout_id)
         self.step = rollout_id + 1
-        return {}
+        return dict(self._answers.get("train") or {})
 
     async def train_sft(self, rollout_id: int | None, batch: Any, lr: float) -> dict[str, float]:
         self.note("train_sft", rollout_id, batch, lr)
@@ -167,7 +173,9 @@ class Record:
 def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None = None, **sections: Any) -> Any:
     """A job without processes; `sections` are of its configuration. Its background work lives in `tasks`."""
     config = config or Config.model_validate(sections)
-    layout = SimpleNamespace(colocated=colocated, trainer_threads=lambda *, beside_engines: 1 if beside_engines else 2)
+    layout = SimpleNamespace(
+        colocated=colocated, dtype="float32", trainer_threads=lambda *, beside_engines: 1 if beside_engines else 2
+    )
     record, pauses = Record(), Pauses()
     return SimpleNamespace(
         config=config,

@@ -74,7 +74,7 @@ async def test_a_signal_where_no_checkpoints_are_kept_tells_what_is_lost(step: i
     assert calls == [] and len(job.record.notes) == bool(lost)
     if lost:
         (note,) = job.record.notes
-        assert note.startswith(f"nothing was saved: the {lost} of this attempt are lost, as checkpoint.every is 0")
+        assert note.startswith(f"nothing was saved: no job can go on after the {lost} of this attempt, as checkpoint.")
         assert "asyncrl stop runs/mine" in note
 
 

@@ -132,4 +132,6 @@ async def test_a_directory_can_be_evaluated_from_a_loop() -> None:
     async with started(Engines(calls), Executor(calls, eval=replace(report(3))), Trainer(calls), job=job) as run:
         await run.evaluate(3, "DIR")  # type: ignore[arg-type]
         await run._evaluations.finish()
+    assert job.record.points == [], "it is not this run's policy"
+    assert "evaluation of DIR: accuracy 0.5, mean_reward 0.5," in job.record.notes[-1]
     assert "executor.eval 3 DIR" in calls and isinstance(run._evaluations, Evaluations)

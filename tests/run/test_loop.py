@@ -7,7 +7,8 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.errors import ConfigError, EngineError
+from asyncrl.errors import ConfigError, EngineError, NonFiniteError
+from asyncrl.training.agreement import disagreement
 from tests.run.jobs import Engines, Executor, Trainer, a_job, started
 
 pytestmark = pytest.mark.anyio
@@ -120,6 +121,45 @@ async def test_a_step_is_recorded_with_the_publication_that_it_had() -> None:
             (1, None, {"train/loss": 1.0}, "REPORT"),
             (2, None, {"train/loss": 0.5}, None),
         ]
+
+
+async def test_a_run_of_which_every_optimizer_step_was_skipped_did_not_succeed_and_exports_nothing() -> None:
+    trainer = Trainer([], train={"train/updates": 0.0, "train/skipped_updates": 2.0})
+    async with started(Engines([]), Executor([]), trainer, job=a_job(train={"num_steps": 2})) as run:
+        for step in run.steps():
+            await run.train(step, await run.next_batch(step))
+            await run.commit(step)
+        with pytest.raises(NonFiniteError, match="all 4 optimizer steps were skipped"):
+            await run.finish()
+        assert run.job.record.exports == []  # type: ignore[attr-defined]
+
+
+async def test_a_run_of_which_some_optimizer_steps_were_skipped_ends_as_any_other() -> None:
+    trainer = Trainer([], train={"train/updates": 1.0, "train/skipped_updates": 1.0})
+    async with started(Engines([]), Executor([]), trainer, job=a_job(train={"num_steps": 1})) as run:
+        await run.train(0, await run.next_batch(0))
+        await run.commit(0)
+        await run.finish()
+
+
+@pytest.mark.parametrize(("mean", "largest"), [(0.02, 0.03), (1e-5, 0.5)], ids=["everywhere", "at one token"])
+async def test_an_engine_that_computes_another_model_is_told_at_the_first_step_in_float32(
+    mean: float, largest: float
+) -> None:
+    metrics = {"train/logprob_diff_mean": mean, "train/logprob_diff_max": largest}
+    for dtype, told in (("float32", 1), ("bfloat16", 0)):
+        job = a_job()
+        job.layout.dtype = dtype
+        async with started(Engines([]), Executor([]), Trainer([], train=metrics), job=job) as run:
+            for step in (0, 1):
+                await run.train(step, await run.next_batch(step))
+        notes = [note for note in job.record.notes if "trainer and engine disagree" in note]
+        assert len(notes) == told and all(note.startswith("step 1: ") for note in notes)
+
+
+def test_what_rounding_explains_is_no_disagreement() -> None:
+    assert disagreement({"train/logprob_diff_mean": 1e-4, "train/logprob_diff_max": 0.01}, "float32") is None
+    assert disagreement({"train/policy_moved_mean": 2.0, "train/policy_moved_max": 9.0}, "float32") is None
 
 
 @pytest.mark.parametrize("stages", [("checkpoint", "publish"), ("checkpoint",), ("publish",), ()])

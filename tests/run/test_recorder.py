@@ -24,7 +24,7 @@ PUBLISHED = PublicationReport(
     version="0.1", seconds=1.0, pause_s=0.5, transfer_s=0.5, bytes=1, attempts=1, engines=("engine-0",), failed={}
 )
 NUMBERS: dict[str, Any] = dict.fromkeys((field.name for field in fields(RolloutMetrics)), 0)
-BATCH = RolloutMetrics(**NUMBERS | {"groups": 4, "samples": 32, "reward_mean": 0.5, "failure": ""})
+BATCH = RolloutMetrics(**NUMBERS | {"groups": 4, "samples": 32, "reward_mean": 0.5, "failure": "", "reward_parts": {}})
 GRPO = {"train/loss": 0.1, "train/trained_tokens": 160.0, "train/groups_without_signal": 0.0}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -14,7 +15,10 @@ import pytest
 from asyncrl.data.fleet import ROUTING_KEY_HEADER
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.inference.sglang.engine_api import EngineApi
-from asyncrl.rollout.requests.wire import SamplingParams, decode_answer, encode_prompt, encode_request
+from asyncrl.rollout.requests.answers import Asked, decode_answer
+from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions
+from asyncrl.rollout.requests.retry import RetryPolicy
+from asyncrl.rollout.requests.wire import SamplingParams, encode_prompt, encode_request
 from tests.inference.router_rig import real_router
 from tests.system.conftest import RealFleet
 from tests.tiny_policy import CHARACTERS, SPECIAL
@@ -87,10 +91,45 @@ async def test_special_tokens_stay_in_the_text_of_a_response_and_only_its_end_is
     async with aiohttp.ClientSession() as session:
         for index in range(24):
             prompt = encode_prompt(np.array([1, 5 + index, 9], np.int32), tokenizer.vocab_size)
-            body = encode_request(f"text-{index:03d}", prompt, sampling.encode())
+            asked = Asked(f"text-{index:03d}", sampling, tokenizer.vocab_size)
+            body = encode_request(asked.rid, prompt, sampling)
             async with session.post(url + "/generate", data=body, headers=JSON) as response:
-                answer = decode_answer(response.status, await response.read(), tokenizer.vocab_size)
+                answer = decode_answer(response.status, await response.read(), asked)
+            assert answer.engine == "engine-0"
             named = len(SPECIAL) + len(CHARACTERS)  # the engine reads an id without a token as id 0
             assert answer.text == tokenizer.decode(np.where(answer.output_ids < named, answer.output_ids, 0))
             texts.append(answer.text)
     assert any("<bos>" in text or "<|end|>" in text for text in texts) and not any("<eos>" in text for text in texts)
+
+
+async def test_a_stop_string_of_several_tokens_ends_a_response_with_exact_ids_and_logprobs(
+    serving_fleet: RealFleet,
+) -> None:
+    tokenizer = PolicyTokenizer.load(serving_fleet.models[0])
+    options = RequestOptions(
+        vocab_size=tokenizer.vocab_size,
+        concurrency=4,
+        timeout_s=60.0,
+        retry=RetryPolicy(0, 5.0),
+        detokenize=tokenizer.decode,
+    )
+    greedy = SamplingParams(max_new_tokens=48, temperature=0.0, stop_token_ids=tokenizer.stop_token_ids)
+    ended = 0
+    async with GenerateClient(serving_fleet.controller.router_url, options) as client:
+        for index in range(24):
+            prompt = encode_prompt(np.array([1, 5 + index, 9], np.int32), tokenizer.vocab_size)
+            free = await client.generate(f"0000000{index}.000", prompt, greedy)
+            spelled = [tokenizer.decode(free.output_ids[i : i + 1]) for i in range(len(free.output_ids))]
+            known = (len(SPECIAL) <= free.output_ids) & (free.output_ids < len(SPECIAL) + len(CHARACTERS))
+            places = [i for i in range(3, len(spelled) - 3) if known[i : i + 3].all()]
+            if not places:
+                continue
+            stop = "".join(spelled[places[0] : places[0] + 3])
+            count = next(n for n in range(1, len(spelled) + 1) if stop in "".join(spelled[:n]))
+            assert tokenizer.token_of(stop) is None
+            short = await client.generate(f"0000000{index}.001", prompt, replace(greedy, stop=(stop,)))
+            assert short.output_ids.tolist() == free.output_ids[:count].tolist() and short.finish_reason == "stop"
+            assert np.abs(short.logprobs - free.logprobs[:count]).max() < 1e-4
+            assert short.text.endswith(stop) and short.versions[-1].end == count
+            ended += count < len(free.output_ids)
+    assert ended >= 3, "responses were cut short by their stop strings"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -248,7 +249,9 @@ async def test_a_copy_for_which_the_disk_has_no_room_is_not_begun(
 ) -> None:
     free_disk(monkeypatch, 2 * SIZE_BYTES)  # the header does not fit beside as much again
     assert await write(make_copies(tmp_path), "0.1") is None
-    assert "set weights.directory to a larger disk" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "set weights.directory to a larger disk" in told
+    assert re.search(r"[1-9]\S* (bytes|kB|MB) are free, and [1-9]\S* (bytes|kB|MB) would have to be", told)
     assert names(tmp_path) == []
     assert await write(make_copies(tmp_path, needs_room=False), "0.1") is not None
     shutil.rmtree(tmp_path / "0.1")

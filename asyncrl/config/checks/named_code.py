@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.checks.reward_signature import signature_problems
+from asyncrl.config.checks.user_code import read_named
 from asyncrl.config.nearest import did_you_mean, nearest
 from asyncrl.config.problems import Problem
 from asyncrl.config.reading.redaction import shown
@@ -98,10 +98,14 @@ def algorithm_problems(train: TrainConfig) -> Iterator[Problem]:
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[Problem]:
-    """What is wrong with the name of the reward, and with the arguments of a built-in one."""
+    """What is wrong with the name of the reward, with its parameters, and with the arguments that it gets."""
     name = reward.function
     if ":" in name:
-        yield from function_problems("reward.function", name)
+        broken = list(function_problems("reward.function", name))
+        signature = None if broken else read_named(name).signature
+        if signature is not None:
+            broken = list(signature_problems(name, signature, reward.args, reward.scope))
+        yield from broken
         return
     builtin = BUILTIN_REWARDS.get(name)
     if builtin is None:
@@ -131,22 +135,14 @@ def function_problems(key: str, path: str) -> Iterator[Problem]:
     module, _, function = path.partition(":")
     if not _DOTTED.fullmatch(module) or not _DOTTED.fullmatch(function):
         yield Problem(key, f"{path!r} is not of the form package.module:function")
-    elif not _is_importable(module.partition(".")[0]):
-        looked = f"looked in {Path.cwd()} and on the Python path"
-        yield Problem(key, f"there is no module {module.partition('.')[0]!r} ({looked})")
+    elif (problem := read_named(path).problem) is not None:
+        yield Problem(key, problem)
 
 
 def _fits(value: Any, kind: type) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     return isinstance(value, kind)
-
-
-def _is_importable(name: str) -> bool:
-    """Whether a top-level module can be found where `resolve_dotted_path` looks, the current directory included."""
-    if name in sys.modules or PathFinder.find_spec(name, [str(Path.cwd())]) is not None:
-        return True
-    return importlib.util.find_spec(name) is not None
 
 
 def _task_problems(key: str, task: str) -> Iterator[Problem]:

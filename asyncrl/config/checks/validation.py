@@ -6,6 +6,8 @@ word. A combination that is merely unwise is the user's choice.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.sections.data import DataConfig
 
+_LEAST_TEMPERATURE = 1e-6  # SGLang samples greedily below it
 _AGENT_GRACE_S = 30.0
 """From the signal that torchrun passes on to its ranks until it kills them."""
 _FILES_PER_REQUEST = 2
@@ -36,6 +39,7 @@ def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) 
     """All problems of a config with valid fields, on this machine and with this model. None: the model is unknown."""
     return [
         *_sampling_problems(config),
+        *_precision_problems(config),
         *_schedule_problems(config),
         *_staleness_problems(config),
         *_interval_problems(config),
@@ -103,6 +107,34 @@ def _sampling_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def _precision_problems(config: Config) -> Iterator[Problem]:
+    """Numbers that are something else in the precision in which they are used."""
+    if 0 < config.rollout.temperature < _LEAST_TEMPERATURE:
+        yield Problem(
+            "rollout.temperature",
+            f"{config.rollout.temperature:g} is taken for 0 (greedy) by the engine, while the trainer would divide by "
+            f"it; use at least {_LEAST_TEMPERATURE:g}",
+        )
+    train = config.train
+    used = {f"train.{key}": getattr(train, key) for key in ("lr", "weight_decay", "adam_eps", "grad_clip", "clip_high")}
+    for key, value in {**used, "warmup.lr": config.warmup.lr}.items():
+        held = _as_float32(value)
+        if math.isinf(held) or (held == 0) != (value == 0):
+            yield Problem(key, f"{value:g} is {held:g} in float32, in which training computes; use another value")
+    for key in ("adam_beta1", "adam_beta2"):
+        if _as_float32(getattr(train, key)) == 1:
+            yield Problem(
+                f"train.{key}", f"{getattr(train, key)} is 1 in float32: the average would never move; use less"
+            )
+
+
+def _as_float32(value: float) -> float:
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.inf
+
+
 def _schedule_problems(config: Config) -> Iterator[Problem]:
     if config.train.lr_decay != "constant" and config.train.num_steps is None:
         yield Problem(
@@ -114,6 +146,11 @@ def _schedule_problems(config: Config) -> Iterator[Problem]:
 
 def _eval_problems(config: Config) -> Iterator[Problem]:
     evaluation = config.eval
+    if evaluation.beside and config.weights.keep_published == "never":
+        yield Problem(
+            "weights.keep_published",
+            "never leaves evaluations beside the loop nothing to evaluate: they read the copy; use auto or always",
+        )
     if evaluation.function is None:
         if evaluation.function_args:
             yield Problem("eval.function_args", "has no function to go to; set eval.function")

@@ -31,7 +31,9 @@ class RolloutConfig(Section):
     """Must be -1 (off) for training: the engine does not renormalise its log-probs for top-k."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end a response besides the model's own end tokens; each must be one token."""
+    """Strings that end a response besides the model's own end tokens. One that is one token of the tokenizer ends it as
+    that token, and is left out of the text; one of several tokens (`</answer>`) stays in the text, and the response
+    ends with the token that completes it."""
 
     ignore_eos: bool = False
     """Always sample max_new_tokens tokens. (The engine then ignores all stop tokens too.)"""
@@ -70,6 +72,9 @@ class RolloutConfig(Section):
     which no batch has room before it is too old is dropped (favours short responses)."""
 
 
+RewardScope = Literal["sample", "group"]
+
+
 class RewardConfig(Section):
     """How a sample is scored."""
 
@@ -79,7 +84,7 @@ class RewardConfig(Section):
     is the reward and its other numbers are logged as rollout/reward/<name>_mean; without `score` their sum is the
     reward."""
 
-    scope: Literal["sample", "group"] = "sample"
+    scope: RewardScope = "sample"
     """What one call scores. sample: one sample, as soon as it is generated; group: a `package.module:function` is
     called with (samples, prompt) once all samples of the prompt are there, and returns a float for each sample, or
     None to abstain. Samples that could not be generated are left out."""

@@ -68,8 +68,8 @@ class EvalConfig(Section):
 
     function: str | None = None
     """Dotted path package.module:function, sync or async, that evaluates in the place of `eval.data`. It is called with
-    the Hugging Face directory of the published policy, and returns the accuracy, or a dict of numbers with `accuracy`
-    among them. A sync one runs in a thread; have it start processes for work that holds the interpreter."""
+    the Hugging Face directory of the published policy, in a process of its own, and returns the accuracy, or a dict of
+    numbers with `accuracy` among them."""
 
     function_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of eval.function."""

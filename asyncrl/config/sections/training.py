@@ -84,7 +84,8 @@ class TrainConfig(Section):
     """Seed of the trainer."""
 
     init_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time until every rank has built its model."""
+    """Longest time until all ranks have met, and from then on until each has built its model. Ranks that have not come
+    are named after 15 s, and at the end."""
 
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import aiohttp
 import anyio
+import structlog
 
 from asyncrl.data.fleet import ACTOR, EngineEndpoint, EngineState, EngineStatus
 from asyncrl.errors import EngineError
@@ -24,6 +25,10 @@ from asyncrl.inference.updates.copies_in_use import Published
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 
+_log = structlog.get_logger(__name__)
+
+_NOT_YET = 503
+"""HTTP status of an engine that still starts."""
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 30.0
 """For one try of the first generation, compilation and warm-up included; then it is tried anew."""
@@ -150,8 +155,11 @@ class ManagedEngine:
         await self.observer.quarantine(self, reason)
 
     async def wait_first_generation(self, timeout_s: float) -> None:
-        """Returns when the engine has generated a token; raises EngineError after `timeout_s`."""
-        last = "nothing listens on its port"
+        """Returns when the engine has generated a token; raises EngineError after `timeout_s`.
+
+        Tells each new reason for which it refuses to, since the deadline may be many minutes away.
+        """
+        last = told = "nothing listens on its port"
         try:
             with waiting("first generation", self.engine_id, timeout_s):
                 while True:
@@ -159,6 +167,9 @@ class ManagedEngine:
                         generation = await self.client.generate([0], timeout_s=PROBE_TIMEOUT_S)
                     except EngineRequestError as error:
                         last = str(error)
+                        if error.status not in (None, _NOT_YET) and last != told:
+                            _log.warning(f"{last}; asked again for up to {timeout_s:g} s")
+                            told = last
                     else:
                         if generation.output_ids:
                             return

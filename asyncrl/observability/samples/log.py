@@ -34,6 +34,9 @@ _log = structlog.get_logger(__name__)
 class SampleLog:
     """Appends to samples.jsonl; safe from any thread. It writes files, so call it in a thread of its own."""
 
+    _lock = threading.Lock()
+    """Of all logs of the process: the executors of a job write into one file."""
+
     def __init__(
         self, run_dir: Path, config: SamplesConfig, attempt: int, decode: Callable[[NDArray[np.int32]], str]
     ) -> None:
@@ -43,7 +46,6 @@ class SampleLog:
         self._config = config
         self._attempt = attempt
         self._decode = decode
-        self._lock = threading.Lock()
         self._told = False
 
     def keep_step(self, step: int, groups: Sequence[SampleGroup]) -> None:

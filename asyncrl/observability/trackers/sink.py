@@ -23,6 +23,8 @@ class TrackedRun:
     """Eight characters: the same for all attempts of a run directory, and for no other run."""
     directory: Path
     """The run directory."""
+    attempt: int
+    """0 for the first start of the run; over 0 where some of its steps may come again."""
     config: Mapping[str, Any]
     """The resolved configuration without secrets, and `job`: directory, attempt and the router's address."""
 
@@ -33,7 +35,7 @@ class TrackedRun:
         track = config["track"]
         name = directory.name if track["name"] == "none" else track["name"]
         job = {"directory": str(directory), "attempt": attempt, "router_url": router_url}
-        return cls(track["project"], name, identity_of(directory), directory, {**config, "job": job})
+        return cls(track["project"], name, identity_of(directory), directory, attempt, {**config, "job": job})
 
     @property
     def files(self) -> Path:

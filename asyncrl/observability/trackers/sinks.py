@@ -16,18 +16,23 @@ class TensorBoardSink:
 
     def __init__(self, run: TrackedRun, *, flush_secs: float = 5.0) -> None:
         """`flush_secs`: longest time until a line is in the file."""
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._session, self._summary = Event, SessionLog, Summary
+        self._resumed = run.attempt > 0
         self._writer = EventFileWriter(str(run.files / "tensorboard"), flush_secs=flush_secs)
         config = "```json\n" + json.dumps(run.config, indent=2, default=str) + "\n```"
         self._writer.add_event(Event(summary=text_pb("config", config)))
 
     def log(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """One event with all metrics."""
+        """One event with all metrics. The first of a resumed run takes back the steps that are trained again."""
+        if self._resumed:
+            self._resumed = False
+            again = step if any(not name.startswith("eval/") for name in metrics) else step + 1
+            self._writer.add_event(self._event(step=again, session_log=self._session(status=self._session.START)))
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary(value=values)))
 

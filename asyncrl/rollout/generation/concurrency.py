@@ -9,7 +9,8 @@ Invariants
 - The limit falls only while some engine is overloaded, and rises only while it holds requests back. It does not change
   while more requests are in flight than it allows: lowering it ends no request, so the engines look overloaded until
   enough requests have ended.
-- Figures of engines that are paused, or were a moment ago, are ignored: an update of the weights queues all requests.
+- Figures of engines that are paused are ignored, and the limit ignores those of engines that were a moment ago: an
+  update of the weights queues all requests.
 """
 
 from __future__ import annotations
@@ -109,13 +110,12 @@ async def look(
     while True:
         pauses = clock.pauses
         await anyio.sleep(INTERVAL_S)
-        if clock.paused or clock.pauses != pauses:
+        if clock.paused:
             continue
         loads = await engines.loads()
-        if clock.pauses != pauses:
-            continue
-        meter.add(loads)
-        if policy is None:
+        if not clock.paused:
+            meter.add(loads)
+        if policy is None or clock.pauses != pauses:
             continue
         before = slots.limit
         slots.limit, reason = policy.after(before, slots.in_use, loads)

@@ -35,12 +35,14 @@ import structlog
 from msgspec.structs import replace
 
 from asyncrl.data.fleet import ROUTING_KEY_HEADER, routing_key
+from asyncrl.data.sample import FinishReason
 from asyncrl.data.staleness import step_of
 from asyncrl.rollout.group_events import RequestFailed
 from asyncrl.rollout.requests.answers import Asked, AttemptFailed, Defect, decode_answer
 from asyncrl.rollout.requests.engine_clock import EngineClock
-from asyncrl.rollout.requests.partial import Detokenize, PartialRollout
+from asyncrl.rollout.requests.partial import PartialRollout
 from asyncrl.rollout.requests.retry import RequestFault, RetryHistory, RetryPolicy, parse_retry_after
+from asyncrl.rollout.requests.stops import Detokenize, ended_at_stop
 from asyncrl.rollout.requests.wire import Generation, SamplingParams, attribute_steps_in_flight, encode_request
 from asyncrl.tasks import Changes
 
@@ -105,10 +107,12 @@ class RequestOptions:
     """Engines keep the KV of running requests, and their prefix caches, when weights change. A request then shares KV
     only with requests of this client that were sent under the same weights (`GenerateClient.published`): an engine that
     outlives its jobs has met other weights of the same version."""
+    keeps_aborted: bool = False
+    """What an aborted request had generated is kept, and the next attempt goes on from there, not anew."""
     owner: str | None = None
     """Name of the job, which engines that outlive it bear in their stamps."""
     detokenize: Detokenize | None = None
-    """What an aborted request had generated is kept, and the next attempt goes on from there; None: it begins anew."""
+    """Needed where aborted requests are kept, and where responses have stop strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +230,7 @@ class GenerateClient:
         self, sample_id: str, turn: int, input_ids: msgspec.Raw, sampling: SamplingParams
     ) -> Generation:
         """Attempt after attempt. Raises GenerationFailed when the policy gives up."""
-        history, attempt, detokenize = _UNTRIED, 0, self._options.detokenize
+        history, attempt = _UNTRIED, 0
         partial: PartialRollout | None = None
         while True:
             try:
@@ -237,11 +241,11 @@ class GenerateClient:
                     self._headers(sample_id, history.failures),
                 )
             except AttemptFailed as failure:
-                if detokenize is not None and failure.partial is not None:
+                if self._options.keeps_aborted and failure.partial is not None:
                     partial = partial or PartialRollout.begin(input_ids, sampling)
                     partial = partial.extended(failure.partial)
-                    if (end := partial.end) is not None:
-                        return partial.whole(end, detokenize)
+                    if (whole := self._whole(partial, partial.end, sampling)) is not None:
+                        return whole
                 history, delay_s = self._options.retry.after(
                     history, failure.kind, self._random.random(), failure.retry_after_s
                 )
@@ -252,9 +256,20 @@ class GenerateClient:
                 await self._clock.sleep(delay_s, "next attempt", f"router, after {failure.kind} of {sample_id}")
                 attempt += 1
             else:
-                if partial is None or detokenize is None:
+                if partial is None and not sampling.stop:
                     return generation
-                return partial.extended(generation).whole(generation.finish_reason, detokenize)
+                partial = (partial or PartialRollout.begin(input_ids, sampling)).extended(generation)
+                whole = self._whole(partial, generation.finish_reason, sampling)
+                assert whole is not None, "it has ended"
+                return replace(whole, engine=generation.engine)
+
+    def _whole(self, partial: PartialRollout, end: FinishReason | None, sampling: SamplingParams) -> Generation | None:
+        """The response if it has ended, at a stop string or as `end` says; None if it goes on."""
+        detokenize = self._options.detokenize
+        assert detokenize is not None, "there are stop strings, or aborted requests are kept"
+        whole = partial.whole(end or "length", detokenize)
+        stopped = ended_at_stop(whole, sampling.stop, detokenize) if sampling.stop else None
+        return stopped or (whole if end is not None else None)
 
     def _headers(self, sample_id: str, failures: int) -> Mapping[str, str]:
         """Headers of an attempt after `failures` failures of the engine: it asks for another engine than those."""

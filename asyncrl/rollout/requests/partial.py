@@ -6,7 +6,7 @@ their KV anew, so the log-prob of each token is exact for the weights that its v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.data.sample import FinishReason, VersionSpan
+from asyncrl.rollout.requests.stops import Detokenize
 from asyncrl.rollout.requests.wire import Generation, SamplingParams
-
-Detokenize = Callable[[NDArray[np.int32]], str]
-"""From ids, int32 [tokens], to text without the end token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,9 @@ class PartialRollout:
         Its text is decoded from all tokens together, because an abort may cut a character in two; like the engine's,
         it leaves out the token that stopped the response.
         """
-        ids = self.output_ids[:-1] if finish_reason == "stop" else self.output_ids
+        sampling = self.sampling
+        by_token = not sampling.stop or int(self.output_ids[-1]) in sampling.stop_token_ids
+        ids = self.output_ids[:-1] if finish_reason == "stop" and by_token else self.output_ids
         return Generation(self.output_ids, self.logprobs, finish_reason, self.versions, detokenize(ids))
 
     def _with_spans(self, more: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

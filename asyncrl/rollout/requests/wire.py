@@ -27,7 +27,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """Strings that end a response."""
+    """Strings of several tokens that end a response."""
 
     def encode(self) -> msgspec.Raw:
         """The JSON object `sampling_params`; no stop tokens with ignore_eos, since the engine ignores them then."""
@@ -42,6 +42,8 @@ class SamplingParams:
             params["ignore_eos"] = True
         else:
             params["stop_token_ids"] = self.stop_token_ids
+        if self.stop:
+            params |= {"stop": self.stop, "no_stop_trim": True}
         return msgspec.Raw(msgspec.json.encode(params))
 
 

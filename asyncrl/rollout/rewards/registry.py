@@ -35,12 +35,17 @@ class RewardFunction:
 
     name: str
     args: Mapping[str, Any]
-    call: Callable[..., Any]
-    """Called with (sample, prompt), or with (samples, prompt) where it scores groups; `args` are bound."""
+    function: Callable[..., Any]
+    """As it was found."""
     runs: Runs
     directory: str
     """Working directory in which the name was looked up; a worker looks there too."""
     scope: RewardScope = "sample"
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Called with (sample, prompt), or with (samples, prompt) where it scores groups; `args` are bound."""
+        return partial(self.function, **self.args)
 
     def __call__(self, samples: Sequence[Sample], prompt: Prompt) -> Any:
         """What the user's function returns, an awaitable where it is async. `samples` is one where it scores one."""
@@ -57,15 +62,23 @@ class RewardFunction:
 
 _INLINE: dict[str, Callable[..., float]] = {"exact_match": builtin.exact_match, "length": builtin.length}
 _WORKER: dict[str, Callable[..., float]] = {"math_verify": builtin.math_verify, "reasoning_gym": builtin.reasoning_gym}
-_FIRST_PARAMETERS: Mapping[str, RewardScope] = {"sample": "sample", "samples": "group", "group": "group"}
-"""What a function scores whose first parameter has such a name."""
 
 
 def resolve_reward(name: str, args: Mapping[str, Any], scope: RewardScope = "sample") -> RewardFunction:
     """The function `name` (registry or dotted path) with `args` bound.
 
-    Raises RewardError for an unknown name, for a path that does not import, and for a function that cannot be called
-    with these arguments or scores something else than `scope` says.
+    Raises RewardError as `load_reward` does, and for a function that cannot be called with these arguments, scores
+    something else than `scope` says, or has the parameters by which another framework calls rewards.
+    """
+    reward = load_reward(name, args, scope)
+    _check_signature(reward)
+    return reward
+
+
+def load_reward(name: str, args: Mapping[str, Any], scope: RewardScope = "sample") -> RewardFunction:
+    """As `resolve_reward`, without a look at the parameters, which a worker's driver has had.
+
+    Raises RewardError for an unknown name, and for a path that does not import.
     """
     if ":" in name:
         function = resolve_dotted_path(name, setting="reward.function", error=RewardError)
@@ -80,27 +93,19 @@ def resolve_reward(name: str, args: Mapping[str, Any], scope: RewardScope = "sam
         known = f"known are {', '.join(names)}, and any package.module:function"
         hint = f"did you mean {close[0]!r}?" if close else known
         raise RewardError(f"reward.function: there is no reward {name!r}; {hint}")
-    _check_signature(name, function, args, scope)
-    return RewardFunction(name, dict(args), partial(function, **args), runs, os.getcwd(), scope)
+    return RewardFunction(name, dict(args), function, runs, os.getcwd(), scope)
 
 
-def _check_signature(name: str, function: Callable[..., Any], args: Mapping[str, Any], scope: RewardScope) -> None:
+def _check_signature(reward: RewardFunction) -> None:
+    # The configuration is no part of a worker's imports, so it is imported where it is needed.
+    from asyncrl.config.checks.reward_signature import signature_problems
+
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(reward.function)
     except ValueError:  # a callable written in C tells no signature
         return
-    called_as = f"({'samples' if scope == 'group' else 'sample'}, prompt, **args)"
-    try:
-        signature.bind(None, None, **args)
-    except TypeError as error:
-        raise RewardError(f"reward.args: {name} is called as {called_as}, which it does not take: {error}") from error
-    first = next(iter(signature.parameters))
-    meant = _FIRST_PARAMETERS.get(first, scope)
-    if meant != scope:
-        raise RewardError(
-            f"reward.scope: {name} is called as {called_as}, and its first parameter is `{first}`; set reward.scope = "
-            f'"{meant}", or rename the parameter'
-        )
+    for problem in signature_problems(reward.name, signature, reward.args, reward.scope):
+        raise RewardError(str(problem))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.errors import RewardError, describe_exception
 from asyncrl.rollout.rewards.frames import HEADER, ScoreCall, ScoreOutcome, Setup, Started, frame, samples_and_prompt
-from asyncrl.rollout.rewards.registry import RewardFunction, resolve_reward
+from asyncrl.rollout.rewards.registry import RewardFunction, load_reward
 from asyncrl.rollout.rewards.result import failed
 from asyncrl.served import declare_models
 
@@ -34,7 +34,7 @@ def main(socket_name: str) -> None:
     sys.path.extend(path for path in setup.import_path if path not in sys.path)
     declare_models(setup.models)
     try:
-        reward = resolve_reward(setup.function, setup.args, setup.scope)
+        reward = load_reward(setup.function, setup.args, setup.scope)
     except RewardError as error:
         connection.sendall(frame(Started(str(error))))
         return

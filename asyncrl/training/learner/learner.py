@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NoReturn
 
+import structlog
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
@@ -28,11 +29,14 @@ from asyncrl.data.saved_batch import batch_paths, save_batch
 from asyncrl.errors import NonFiniteError
 from asyncrl.training.learner.backend import Backend
 from asyncrl.training.learner.collate import check_batch, trained_sequences
+from asyncrl.training.learner.extremes import describe_extremes
 from asyncrl.training.learner.packing import StepPlan, plan_steps
 from asyncrl.training.learner.schedule import learning_rate
 from asyncrl.training.learner.step_loss import AGREEMENT, MOVED, TOKENS, StepLoss, made_by_current_weights
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
+
+_log = structlog.get_logger(__name__)
 
 METRICS: Mapping[str, str] = {
     "train/lr": "Learning rate of the step.",
@@ -145,8 +149,16 @@ class Learner:
                 if step_loss.current is not None:
                     compared = _compared(tally)
                 total.add(tally)
-            elif self._config.train.on_nonfinite == "stop":
-                self._stop(batch, plan, number, tally.sums["loss"], grad_norm)
+                continue
+            loss_sum = tally.sums["loss"]
+            what = f"the loss is {loss_sum}" if not math.isfinite(loss_sum) else f"the gradient norm is {grad_norm}"
+            extremes = describe_extremes(batch, plan.sequences, tally.maxima)
+            if self._config.train.on_nonfinite == "stop":
+                self._stop(batch, plan, number, what, extremes)
+            if self._layout.rank == 0:
+                _log.warning(
+                    "an optimizer step is skipped", rollout=batch.rollout_id, step=number, reason=what, batch=extremes
+                )
         trained = total.sums.pop("tokens", 0.0)
         metrics = {
             "lr": lr,
@@ -161,17 +173,15 @@ class Learner:
         }
         return {f"train/{name}": value for name, value in metrics.items()}
 
-    def _stop(self, batch: RolloutBatch, plan: StepPlan, number: int, loss: float, grad_norm: float) -> NoReturn:
+    def _stop(self, batch: RolloutBatch, plan: StepPlan, number: int, what: str, extremes: str) -> NoReturn:
         """Raises NonFiniteError; every rank calls it, since loss and norm were reduced over all of them."""
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
         path, _ = batch_paths(self._failures, batch.rollout_id)
         saved = f"the batch is saved in {path}"
         if self._layout.rank == 0:
             facts = {
                 "what": what,
                 "optimizer_step": number,
-                "loss": str(loss),
-                "grad_norm": str(grad_norm),
+                "extremes": extremes,
                 "samples": sorted({batch.sample_ids[i] for i in batch.sample_index[list(plan.sequences)].tolist()}),
             }
             try:
@@ -180,8 +190,8 @@ class Learner:
                 saved = f"the batch could not be saved in {path} ({error})"
         dist.barrier()  # the first rank that reports a failure ends the job, so all wait until the batch is saved
         raise NonFiniteError(
-            f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; {saved}. "
-            f'Lower train.lr or train.grad_clip, or set train.on_nonfinite = "skip" to go on without such steps'
+            f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; "
+            f'{saved}; {extremes}. train.on_nonfinite = "skip" goes on without such steps'
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.data.model_files import is_weights
@@ -16,6 +17,7 @@ from asyncrl.training.checkpoints.manifest import FileRecord
 from asyncrl.weights.buckets import TensorSpec, plan_buckets
 
 MAX_FILE_BYTES = 4_000_000_000
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,11 @@ def write_model(
     """
     directory.mkdir(parents=True)
     written = {}
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not is_weights(file):
-            data = file.read_bytes()
-            written[directory / file.name] = write_bytes(
-                directory / file.name, _record_dtype(data, dtype) if file.name == "config.json" else data
-            )
+    for file in _other_files(source):
+        data = file.read_bytes()
+        written[directory / file.name] = write_bytes(
+            directory / file.name, _record_dtype(data, dtype) if file.name == "config.json" else data
+        )
     name_of_dtype = str(dtype).removeprefix("torch.")
     files = plan_buckets((TensorSpec(name, name_of_dtype, s) for name, s in shapes.items()), max_file_bytes)
     weight_map = {}
@@ -72,10 +73,35 @@ def write_model(
         written[directory / name_of_file] = write_tensors(directory / name_of_file, part)
     if len(files) > 1:
         total = sum(spec.size_bytes for specs in files for spec in specs)
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-        path = directory / "model.safetensors.index.json"
-        written[path] = write_bytes(path, index.encode())
+        path = directory / _INDEX
+        written[path] = write_bytes(path, _index(weight_map, total))
     return written
+
+
+def complete_model(directory: Path, source: Path) -> None:
+    """Makes a Hugging Face directory of one that holds safetensors alone: adds an index, and other files of `source`.
+
+    Raises OSError; what was added then is incomplete.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if [file.name for file in files] != ["model.safetensors"]:
+        weight_map: dict[str, str] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                weight_map |= dict.fromkeys(tensors.keys(), file.name)
+        write_bytes(directory / _INDEX, _index(weight_map, sum(file.stat().st_size for file in files)))
+    for file in _other_files(source):
+        write_bytes(directory / file.name, file.read_bytes())
+
+
+def _other_files(source: Path) -> list[Path]:
+    """The files of a model that are no weights: config and tokenizer."""
+    files = sorted(source.iterdir())
+    return [file for file in files if file.is_file() and not file.name.startswith(".") and not is_weights(file)]
+
+
+def _index(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
+    return (json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n").encode()
 
 
 def _record_dtype(config: bytes, dtype: torch.dtype) -> bytes:

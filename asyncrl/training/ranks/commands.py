@@ -118,9 +118,10 @@ Command = Build | RoleCommand | SaveCheckpoint | ClearMemory | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class ExportOutcome:
-    """How an export ended on this rank. A sink that failed is no failure of the rank."""
+    """How an export ended on this rank. What takes the tensors may fail; that is no failure of the rank."""
 
-    sink_error: Exception | None = None
+    error: Exception | None = None
+    """Of the sink, or of the disk."""
 
 
 Result = dict[str, float] | Tensor | tuple[TensorSpec, ...] | ExportOutcome | None
@@ -196,7 +197,11 @@ def _command_role(learner: Learner, command: RoleCommand, batch: RolloutBatch | 
         case ExportTensors():
             return _export(backend, sink)
         case ExportHf(directory=directory):
-            backend.export_hf(Path(directory))
+            try:
+                backend.export_hf(Path(directory))
+            except OSError as error:
+                return ExportOutcome(error)
+            return ExportOutcome()
         case Offload(keep_weights=keep_weights):
             backend.offload(keep_weights=keep_weights)
         case Onload():

@@ -36,7 +36,8 @@ from asyncrl.training.ranks import commands
 from asyncrl.training.ranks.command_channel import CommandChannel
 from asyncrl.training.ranks.commands import Command, RankState, Result
 from asyncrl.training.ranks.failures import blame, error_of, error_of_hung, tried
-from asyncrl.training.ranks.rank import RankEnvironment, join_as_rank_zero
+from asyncrl.training.ranks.layout import RankEnvironment
+from asyncrl.training.ranks.rank import join_as_rank_zero
 from asyncrl.training.ranks.rank_link import LinkAddress, LinkServer, RankFailure, describe
 from asyncrl.training.ranks.trainer_thread import ThreadCall, TrainerThread, TrainerThreadStatistics
 from asyncrl.training.trainer_events import TrainerRankFailed
@@ -48,6 +49,8 @@ SHUTDOWN_TIMEOUT_S = 5.0
 _BLAME_GRACE_S = 0.5
 """How long a failure waits for news of a rank that died and caused it."""
 _STACK_TIMEOUT_S = 2.0
+_MEETING_MARGIN_S = 30.0
+"""How much longer the whole of `join` may take than the meeting in it, which names the ranks that are missing."""
 
 
 class Ranks:
@@ -95,12 +98,15 @@ class Ranks:
         return self._thread.statistics()
 
     async def join(self, timeout_s: float) -> None:
-        """Joins the process groups with the other ranks. It must be the first call."""
+        """Meets the other ranks within `timeout_s`, and joins the process groups with them. It must be the first call.
+
+        Raises TrainerError, which names the ranks that have not come.
+        """
         address = await self._serve_links()
         what = "joining the process groups"
         join = partial(join_as_rank_zero, self._environment, self._config, address)
         joining = self._thread.submit(join, what=what, on_done=self._job_done)
-        self._channel = await self._await(joining, seq=-1, what=what, timeout_s=timeout_s)
+        self._channel = await self._await(joining, seq=-1, what=what, timeout_s=timeout_s + _MEETING_MARGIN_S)
 
     async def run(
         self,

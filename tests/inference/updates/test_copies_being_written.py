@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from safetensors.torch import save_file
 
 from asyncrl.data.fleet import UpdateAck
 from asyncrl.errors import EngineError
@@ -228,3 +229,37 @@ async def test_an_evaluation_waits_for_no_publisher_that_breaks_its_word(
         it.versions["0.0"] = tensors_of("0.0")
         with pytest.raises(EngineError, match=r"no copy of weights 0\.0 from the disk of"), anyio.fail_after(20.0):
             await it.fleet.controller.pin_eval_fleet()
+
+
+async def test_an_evaluation_whose_copy_newer_weights_overtake_evaluates_those(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    """The copy is given up with the first tensor of the next publication, when nothing is committed yet."""
+    evaluator = ScriptedEngine(tensors_of("base"))
+    async with rig(start_fleet, **evaluating(tmp_path, evaluator)) as it:
+        controller, versions = it.fleet.controller, list[str]()
+
+        async def update(version: str, *, overtake: Path | None = None) -> Path:
+            (directory := tmp_path / version).mkdir()
+            save_file(tensors_of(version), directory / "model.safetensors")
+            lease = await controller.begin_weight_update(version)
+            if overtake is not None:
+                controller.copy_written(overtake, False)
+                tasks.start_soon(pin)
+                await anyio.wait_all_tasks_blocked()
+                assert versions == []
+            for engine in it.fleet.engines:
+                engine.weights.load(tensors_of(version).items())
+            it.versions[version] = tensors_of(version)
+            acks = [UpdateAck(engine.engine_id, engine.generation) for engine in lease.engines]
+            due = anyio.current_time() + 60
+            await controller.commit_weight_update(lease.lease_id, acks, directory, copy_due=due)
+            return directory
+
+        async def pin() -> None:
+            versions.append((await controller.pin_eval_fleet()).version)
+
+        async with anyio.create_task_group() as tasks:
+            first = await update("0.0")
+            controller.copy_written(await update("0.1", overtake=first), True)
+        assert versions == ["0.1"] and holds(evaluator, tensors_of("0.1"))

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.observability.events import EventLog
+from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.generation import concurrency as concurrency_module
-from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy
+from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, LoadMeter
 from asyncrl.rollout.requests.engine_queries import EngineLoad
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, told
@@ -126,3 +127,50 @@ async def test_it_is_off_unless_asked_for(start_executor: StartExecutor) -> None
         engine.load = (10, 100, 1.0)
         await executor.get(0)
         assert executor.statistics().concurrency == executor.last_rollout.concurrency == 7
+
+
+async def test_the_queues_of_engines_are_told_with_a_batch_also_where_each_step_has_a_pause(
+    start_executor: StartExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(concurrency_module, "INTERVAL_S", 0.2)
+    async with scripted_engine(lambda request, number: Action(latency_s=0.02)) as engine:
+        engine.load = (10, 3, 0.25)
+        async with start_executor(engine, rollout={"concurrency": 7}) as executor:
+            assert "rollout/engine_queue_max" not in await figures(executor, 0), "nobody has looked"
+            with anyio.fail_after(20):
+                rollout_id = 1
+                while "rollout/engine_queue_max" not in (figured := await figures(executor, rollout_id)):
+                    executor.engines_paused()
+                    await anyio.sleep(0.02)
+                    executor.engines_resumed()
+                    rollout_id += 1
+            assert {
+                name: figured[f"rollout/engine_{name}"] for name in ("running_mean", "queue_max", "kv_use_max")
+            } == {
+                "running_mean": 10,
+                "queue_max": 3,
+                "kv_use_max": 0.25,
+            }
+            assert figured["rollout/reward_s_max"] >= figured["rollout/reward_s_mean"] > 0
+
+
+async def figures(executor: RolloutExecutor, rollout_id: int) -> dict[str, float]:
+    await executor.get(rollout_id)
+    await executor.commit(rollout_id)
+    return executor.last_rollout.as_dict()
+
+
+def test_the_load_of_engines_is_that_since_the_delivery_before() -> None:
+    meter = LoadMeter()
+    assert meter.take() == {}
+    meter.add([EngineLoad(running=4, waiting=0, token_usage=0.5), EngineLoad(running=2, waiting=6, token_usage=0.25)])
+    first = meter.take()
+    assert first == {
+        "engine_running_mean": 3,
+        "engine_queue_mean": 3,
+        "engine_queue_max": 6,
+        "engine_kv_use_max": 0.5,
+    }
+    assert meter.take() == first, "where nobody has looked since, the look before counts"
+    meter.add([EngineLoad(running=1, waiting=1, token_usage=0.125)])
+    assert meter.take()["engine_queue_max"] == 1

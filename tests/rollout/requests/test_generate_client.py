@@ -157,7 +157,7 @@ async def test_after_a_failure_of_the_engine_another_one_is_asked_for_and_after_
 @pytest.mark.parametrize("kept", [True, False])
 async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
     engine = failing_first("abort", 1)
-    options = {"detokenize": lambda ids: " ".join(map(str, ids))} if kept else {}
+    options = {"keeps_aborted": True, "detokenize": lambda ids: " ".join(map(str, ids))} if kept else {}
     async with scripted_engine(engine.script) as engine, client_of(engine.url, **options) as client:
         client.published("0.1")
         generation = await generate(client)
@@ -175,7 +175,7 @@ async def test_after_an_abort_it_goes_on_or_begins_anew(kept: bool) -> None:
 async def test_what_was_aborted_with_its_last_token_is_whole() -> None:
     async with (
         scripted_engine(failing_first("abort", 9).script) as engine,
-        client_of(engine.url, detokenize=lambda ids: " ".join(map(str, ids))) as client,
+        client_of(engine.url, keeps_aborted=True, detokenize=lambda ids: " ".join(map(str, ids))) as client,
     ):
         sampling = replace(SAMPLING, stop_token_ids=(2,))
         generation = await client.generate("00000000.000", PROMPT, sampling)
@@ -191,7 +191,7 @@ async def test_what_was_aborted_under_weights_that_nobody_published_is_not_kept(
     heard: list[RequestFailed] = []
     async with (
         scripted_engine(script) as engine,
-        client_of(engine.url, detokenize=str, on_failure=heard.append) as client,
+        client_of(engine.url, keeps_aborted=True, detokenize=str, on_failure=heard.append) as client,
     ):
         client.published("0.1")
         assert (await generate(client)).output_ids.tolist() == [1, 3, 2]

@@ -292,12 +292,15 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
     ):
         assert "the loss is nan in optimizer step 0 of rollout 7" in outcome
         assert str(tmp_path / "failures" / "rollout-000007.safetensors") in outcome
+        assert "extreme in it: log-prob of the engine nan in sample sample-5" in outcome, "what to look at"
+        assert "train.lr" not in outcome
         assert unchanged
         assert math.isfinite(later_loss)
     saved = load_file(tmp_path / "failures" / "rollout-000007.safetensors")
     assert torch.equal(saved["tokens"], poisoned(5).tokens)
     facts = json.loads((tmp_path / "failures" / "rollout-000007.json").read_text())
-    assert (facts["optimizer_step"], facts["loss"]) == (0, "nan")
+    assert (facts["optimizer_step"], facts["what"]) == (0, "the loss is nan")
+    assert "log-prob of the engine nan in sample sample-5" in facts["extremes"]
     assert facts["batch"]["sample_ids"] == list(poisoned(5).sample_ids)
 
 

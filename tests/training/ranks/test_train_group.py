@@ -440,6 +440,8 @@ class Noting:
     async def publish(self, version: str) -> None:
         self.versions.append(version)
 
+    async def leave_copy(self, newer_than: int, place: Path) -> None: ...
+
     async def aclose(self) -> None: ...
 
 
