@@ -85,9 +85,9 @@ def complete_model(directory: Path, source: Path) -> None:
     """
     files = sorted(directory.glob("*.safetensors"))
     if [file.name for file in files] != ["model.safetensors"]:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for file in files:
-            with safe_open(file, framework="pt") as tensors:  # type: ignore[no-untyped-call]
+            with safe_open(file, framework="pt") as tensors:
                 weight_map |= dict.fromkeys(tensors.keys(), file.name)
         write_bytes(directory / _INDEX, _index(weight_map, sum(file.stat().st_size for file in files)))
     for file in _other_files(source):

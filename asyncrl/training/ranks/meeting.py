@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import structlog
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from asyncrl.errors import TrainerError
 from asyncrl.training.ranks.layout import RankEnvironment
@@ -104,7 +104,7 @@ class _Wait:
 def _serve(environment: RankEnvironment) -> Store:
     """The store, which rank 0 serves."""
     try:
-        return dist.TCPStore(
+        return TCPStore(
             environment.master_address,
             environment.master_port,
             environment.world_size,
@@ -127,7 +127,7 @@ def _reach(wait: _Wait) -> Store:
         try:
             address = (environment.master_address, environment.master_port)
             socket.create_connection(address, timeout=max(0.1, min(_CONNECT_S, wait.left_s))).close()
-            return dist.TCPStore(
+            return TCPStore(
                 *address,
                 environment.world_size,
                 timeout=timedelta(seconds=_STORE_S),
