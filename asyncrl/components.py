@@ -187,7 +187,6 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
 
 def _publishing(job: Job, components: RolloutComponents) -> Publishing:
     """How the trainer publishes to the engines of `components`; raises ConfigError where one transport cannot do it."""
-    from asyncrl.inference.sglang.engine_api import EngineApi
     from asyncrl.run.pauses import ToldFleet
     from asyncrl.training.train_group import Publishing
     from asyncrl.weights.copies import make_copies
@@ -208,7 +207,7 @@ def _publishing(job: Job, components: RolloutComponents) -> Publishing:
     make_publisher = partial(
         Publisher,
         ToldFleet(controller, job.pauses),
-        transport=make_transport(job.config, next(iter(transports)), open_engine=EngineApi.open),
+        transport=make_transport(job.config, next(iter(transports)), open_engine=controller.open_engine),
         events=job.events,
         copies=copies,
         limits=PublicationLimits.of(job.config),

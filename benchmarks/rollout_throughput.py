@@ -49,7 +49,6 @@ from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.observability.events import EventLog
 from asyncrl.run.interpreter import settle
 
@@ -240,7 +239,7 @@ class Bench:
                 await controller.wait_ready()
                 lease = await controller.begin_weight_update("0.0")
                 (engine,) = lease.engines
-                async with EngineApi.open(engine.engine_id, engine.url) as client:
+                async with controller.open_engine(engine.engine_id, engine.url) as client:
                     await client.update_from_disk(str(self._model))
                 ack = UpdateAck(engine.engine_id, engine.generation)
                 await controller.commit_weight_update(lease.lease_id, [ack], None)

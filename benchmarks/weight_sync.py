@@ -51,8 +51,8 @@ from asyncrl.config.placement.rules import plan_layout
 from asyncrl.demo.model import build
 from asyncrl.host import EngineHost
 from asyncrl.inference.controller import InferenceController
-from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.observability.events import EventLog
+from asyncrl.run_directory.engine_key import key_file, key_headers, read_key
 from asyncrl.tasks import Background
 from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec, plan_buckets
@@ -83,11 +83,11 @@ class Bare:
     """The part in which the group was made."""
 
 
-def bare_sync(url: str, tensors: Mapping[str, Tensor], bucket_bytes: int, name: str) -> Bare:
+def bare_sync(url: str, key: str | None, tensors: Mapping[str, Tensor], bucket_bytes: int, name: str) -> Bare:
     """Brings `tensors` into the engine at `url` with nothing around it."""
 
     def post(endpoint: str, body: Mapping[str, Any]) -> None:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **key_headers(key)}
         request = urllib.request.Request(url + endpoint, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             answer = response.read()
@@ -211,8 +211,10 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
     limits = PublicationLimits(transfers=1)
     async with fleet_of_one(config, run, events) as controller, anyio.create_task_group() as writing:
         copies = Copies(run / "weights" / "published", Background(writing))
-        transport = BroadcastTransport(EngineApi.open, backend="gloo", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S)
-        url = controller.fleet().engines[0].endpoint.url
+        transport = BroadcastTransport(
+            controller.open_engine, backend="gloo", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S
+        )
+        url, key = controller.fleet().engines[0].endpoint.url, read_key(key_file(run))
 
         async def ours(copies: Copies | None = None) -> PublicationReport:
             nonlocal published
@@ -242,7 +244,9 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
 
         async def bare_round() -> None:
             group = f"bare-{len(bare)}"
-            bare.append(await trainer.call(bare_sync, url, tensors, bucket_bytes, group, what="bare", timeout_s=600))
+            bare.append(
+                await trainer.call(bare_sync, url, key, tensors, bucket_bytes, group, what="bare", timeout_s=600)
+            )
 
         async def plain_round() -> None:
             plain.append(await ours())

@@ -325,7 +325,7 @@ def decorated(completions, **kwargs): ...
     [
         (("--run.dir", "/proc/x"), {}, "cannot use /proc/x"),
         (("--reward.function", "json:lods"), {}, "'json' has no 'lods'"),
-        (("--eval.function", "json:lods"), {}, "eval.function: 'json:lods': 'json' has no 'lods'"),
+        (("--eval.function", "json:lods"), {}, "eval.function: 'json' has no 'lods'"),
         (("--eval.function", "os:getcwd"), {}, "is called as (hf_dir, **eval.function_args), which it does not take"),
         (("--train.algorithm", "json:dumps"), {}, "train.algorithm: json:dumps cannot be made with"),
         ((), {"model_type": "gpt2"}, 'model_type "gpt2" cannot be trained'),

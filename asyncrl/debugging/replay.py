@@ -27,6 +27,7 @@ from asyncrl.observability.metrics import read_metrics
 from asyncrl.rollout.evaluation import EvalReport, skipped_report
 from asyncrl.rollout.metrics import RolloutMetrics
 from asyncrl.rollout.scheduling.deliveries import TRAINER
+from asyncrl.weights.transfer import WeightReceiver
 
 COMPARISON = "comparison.jsonl"
 """In the run directory: a line for each replayed step."""
@@ -38,6 +39,10 @@ class NoEngines:
     def fleet(self) -> FleetView:
         """Nobody."""
         return FleetView(router_url="", published_version=None, engines=())
+
+    def open_engine(self, engine_id: str, url: str) -> AbstractAsyncContextManager[WeightReceiver]:
+        """Raises EngineError."""
+        raise _no_engines()
 
     def copies_in_use(self) -> frozenset[Path]:
         """None."""

@@ -15,10 +15,10 @@ from typing import Self
 import anyio
 
 from asyncrl.exit_protocol.beacon import beacon_name, light_beacon
-from asyncrl.exit_protocol.policy import GRACEFUL_SIGNAL, HOST_MARGIN_S, STOP_SIGNALS, RankPolicy, RankZeroPolicy
+from asyncrl.exit_protocol.policy import GRACEFUL_SIGNAL, HOST_MARGIN_S, RankPolicy, RankZeroPolicy
 from asyncrl.exit_protocol.watch import ExitWatch
 from asyncrl.host.proc import die_with_parent
-from asyncrl.host.unanswered import StopSignals
+from asyncrl.host.unanswered import STOP_SIGNALS, StopSignals
 
 
 def prepare_rank(stop_grace_s: float = 12.0, environ: Mapping[str, str] = os.environ) -> RankExit | None:

@@ -143,7 +143,7 @@ class _Guardian:
         path = self.spec.log_path
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             # a full disk shows only in a write
             os.write(log, f"[asyncrl] {time.strftime('%Y-%m-%d %H:%M:%S')} {self.spec.name} starts\n".encode())
         except (OSError, ValueError) as error:

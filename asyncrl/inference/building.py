@@ -26,9 +26,11 @@ from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.ports import OFFSETS, EnginePorts
 from asyncrl.inference.engines.scratch import Scratch
 from asyncrl.inference.routing.router_client import RouterClient
+from asyncrl.inference.sglang.cpu_platform import PRIVATE
 from asyncrl.inference.sglang.engine_api import new_session
 from asyncrl.inference.sglang.launch import engine_argv, engine_environment, router_argv
 from asyncrl.observability.events import EventLog
+from asyncrl.run_directory.engine_key import key_file, make_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class Builder:
         self._config = config
         self._layout = layout
         self._hosts = hosts
+        self._run_dir = run_dir
         self._logs = run_dir / "logs"
+        self._key: str | None = None
         self._events = events
         self._reserved: list[tuple[Host, Sequence[int]]] = []
         self._scratch = Scratch(run_dir)
@@ -61,12 +65,14 @@ class Builder:
         """Prepares directories and the HTTP session. Call it in the event loop, before anything is made."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._scratch.create()
+        self._key = make_key(self._run_dir)
         self._session = new_session()
 
     async def close(self) -> None:
         """Gives back ports, connections and temporary files; may be called again."""
         async with AsyncExitStack() as ends:  # each of them, whatever another raises
             ends.push_async_callback(anyio.to_thread.run_sync, self._scratch.remove)
+            ends.callback(key_file(self._run_dir).unlink, missing_ok=True)
             ends.push_async_callback(self._release_ports)
             if self._session is not None:
                 ends.push_async_callback(self._session.close)
@@ -81,13 +87,14 @@ class Builder:
             self._reserved.append((host, (port,)))
         address, prometheus_port = config.run.host, await self._reserve(host)
         argv = router_argv(config.router, host=address, port=port, prometheus_port=prometheus_port)
-        spec = ProcessSpec(name=name, argv=argv, env={}, log_path=str(self._logs / f"{name}.log"))
+        spec = ProcessSpec(name=name, argv=argv, env=self._private, log_path=str(self._logs / f"{name}.log"))
         metrics_url = f"http://{address}:{prometheus_port}/metrics"
         client = RouterClient(
             f"http://{address}:{port}",
             self._open_session,
             metrics_url=metrics_url,
             owner=self.owner,
+            key=self._key,
         )
         return client, HostedProcess(spec, host)
 
@@ -104,7 +111,12 @@ class Builder:
             colocated=placement.colocated,
         )
         engine = ManagedEngine(
-            endpoint, session=self._open_session, events=self._events, model=model.name, frozen=model.frozen
+            endpoint,
+            session=self._open_session,
+            events=self._events,
+            model=model.name,
+            frozen=model.frozen,
+            key=self._key,
         )
         argv = engine_argv(
             model.config,
@@ -120,13 +132,16 @@ class Builder:
         scratch = self._scratch.next() if device == "cpu" else None
         spec = ProcessSpec(
             name=placement.engine_id,
-            argv=argv,
-            env=engine_environment(
-                placement,
-                threads=None if self._layout.threads is None else self._layout.threads.engine,
-                cores=cores,
-                scratch=scratch,
-            ),
+            argv=(*argv, "--config", str(key_file(self._run_dir))),
+            env={
+                **engine_environment(
+                    placement,
+                    threads=None if self._layout.threads is None else self._layout.threads.engine,
+                    cores=cores,
+                    scratch=scratch,
+                ),
+                **self._private,
+            },
             log_path=str(self._logs / f"{placement.engine_id}.log"),
             cpus=config.engine.cpus,
             scratch=None if scratch is None else str(scratch),
@@ -139,6 +154,11 @@ class Builder:
         engine = ManagedEngine(endpoint, session=self._open_session, events=self._events, owner=self.owner)
         engine.reads_copies = self._config.weights.directory is not None
         return engine
+
+    @property
+    def _private(self) -> dict[str, str]:
+        """Tells engines and routers where the key is."""
+        return {PRIVATE: str(key_file(self._run_dir))}
 
     async def _reserve(self, host: Host, offsets: Sequence[int] = (0,)) -> int:
         base = await host.reserve_ports(offsets)

@@ -10,8 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from asyncrl.inference.context import FleetContext
 from asyncrl.inference.engines.group import end_groups
 from asyncrl.inference.engines.health import HealthMonitoring
 from asyncrl.inference.parts import FleetParts, trained_model, wire_fleet
-from asyncrl.inference.sglang.engine_api import CheckAction, Checksums
+from asyncrl.inference.sglang.engine_api import CheckAction, Checksums, EngineApi
 from asyncrl.inference.updates.weights_check import WeightsCheck
 from asyncrl.inference.views import InferenceStatistics, statistics_of, view_of
 from asyncrl.observability.events import EventLog
@@ -59,6 +59,13 @@ class InferenceController:
         self._parts: FleetParts | None = None
         self._answered = False
         """Whether a generation ever came through the router."""
+
+    @asynccontextmanager
+    async def open_engine(self, engine_id: str, url: str) -> AsyncIterator[EngineApi]:
+        """A client for one of its engines, with a session of its own and the key where the engine needs it."""
+        key = next((e.key for group in self._started.groups for e in group.engines if e.endpoint.url == url), None)
+        async with EngineApi.open(engine_id, url, key) as client:
+            yield client
 
     # start and end
 

@@ -19,6 +19,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
+from asyncrl.config.checks.external import normal_url
 from asyncrl.data.fleet import job_name
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
@@ -33,6 +34,7 @@ from asyncrl.rollout.requests.engine_queries import EngineQueries
 from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions
 from asyncrl.rollout.requests.retry import WAITED_OUT, RequestFault, RetryPolicy
 from asyncrl.rollout.rewards.scorer import Scorer
+from asyncrl.run_directory.engine_key import key_file
 
 _ABORT_TIMEOUT_S = 1.0
 """From the aborts to the answers of the aborted requests; measured below 50 ms."""
@@ -48,7 +50,8 @@ class Connection:
         rollout, self._on_update = config.rollout, config.weights.on_update
         self._patience_s = rollout.request_timeout_s
         self._events = events
-        self._queries = EngineQueries(router_url)
+        external = map(normal_url, config.engine.external)
+        self._queries = EngineQueries(router_url, key_file(config.run.dir), frozenset(external))
         self.clock = EngineClock(expected_pause_s=self._patience_s)
         self.aborts = Aborts(self._queries, self.clock, on_sent=events.emit)
         aborted = frozenset({RequestFault.ABORTED} if self._on_update == "abort" else ())

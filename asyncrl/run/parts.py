@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # torch stays out of the driver until the engines are on thei
     from asyncrl.training.checkpoints.store import SavedCheckpoint
     from asyncrl.training.statistics import TrainGroupStatistics
     from asyncrl.weights.publication import PublicationReport
+    from asyncrl.weights.transfer import WeightReceiver
 
 
 class ServingFleet(Protocol):
@@ -53,6 +54,9 @@ class ServingFleet(Protocol):
 
 class InferencePart(ServingFleet, Protocol):
     """The engines; an `InferenceController` is one."""
+
+    def open_engine(self, engine_id: str, url: str) -> AbstractAsyncContextManager[WeightReceiver]:
+        """A client that carries weights into the engine at `url`, with the job's key where it needs one."""
 
     async def wait_ready(self) -> None:
         """Returns when every engine has generated."""

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from asyncrl.data.fleet import ACTOR, EngineState
 from asyncrl.errors import TrainerError, WeightUpdateError
+from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.routing import router_client as router_client
 from asyncrl.inference.routing import routing
 from asyncrl.inference.sglang import engine_api
-from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.inference.updates import deadlines
 from asyncrl.observability.waits import waiting
 from asyncrl.run.pauses import Pauses, ToldFleet
@@ -209,11 +209,14 @@ async def rig(
         "timeout_s": transfer_s,
         "flush_cache": on_update != "in_place",
     }
-    transport: Transport = BroadcastTransport(EngineApi.open, backend="gloo", **options)
-    if disk is not None:
-        transport = DiskTransport(EngineApi.open, directory=disk, **options)
-    if handover:
-        transport = TensorTransport(EngineApi.open, **options)
+
+    def transport_to(controller: InferenceController) -> Transport:
+        if disk is not None:
+            return DiskTransport(controller.open_engine, directory=disk, **options)
+        if handover:
+            return TensorTransport(controller.open_engine, **options)
+        return BroadcastTransport(controller.open_engine, backend="gloo", **options)
+
     try:
         async with start_fleet(
             engines,
@@ -224,6 +227,7 @@ async def rig(
             **settings,
         ) as fleet:
             await fleet.controller.wait_ready()
+            transport = transport_to(fleet.controller)
             async with anyio.create_task_group() as writing:
                 kept = None if copies is None else Copies(copies, Background(writing))
                 yield Rig(fleet, source, transport, kept, transfers)

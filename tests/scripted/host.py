@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 
 import anyio
@@ -19,6 +20,8 @@ import anyio.abc
 from asyncrl.errors import EngineError, HostLostError
 from asyncrl.host import ProcessExit, ProcessSpec
 from asyncrl.host.ports import PortAllocator
+from asyncrl.inference.sglang.cpu_platform import PRIVATE
+from asyncrl.run_directory.engine_key import read_key
 from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
 from tests.scripted.server import ScriptedServer
@@ -70,6 +73,7 @@ class ScriptedHost:
         self.spawned.append(spec.name)
         process = self._processes[spec.name] = _Process(self.servers[spec.name])
         host, port = (spec.argv[spec.argv.index(flag) + 1] for flag in ("--host", "--port"))
+        process.server.key = read_key(Path(spec.env[PRIVATE])) if PRIVATE in spec.env else None
         await self._tasks.start(self._run, spec.name, host, int(port), process)
         process.pid = process.server.pid
         if self.dead:  # the host died meanwhile

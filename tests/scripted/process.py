@@ -7,13 +7,17 @@ python -m tests.scripted.process router --host 127.0.0.1 --port 30001
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import anyio
 import torch
 from torch import Tensor
 
+from asyncrl.inference.sglang.cpu_platform import PRIVATE
+from asyncrl.run_directory.engine_key import read_key
 from tests.scripted.engine import ScriptedEngine
 from tests.scripted.router import ScriptedRouter
 from tests.scripted.server import ScriptedServer
@@ -50,9 +54,11 @@ async def main(argv: Sequence[str]) -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tensors", type=int, default=0)
+    parser.add_argument("--config")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     server: ScriptedServer = ScriptedRouter() if options.role == "router" else ScriptedEngine(zeros(options.tensors))
+    server.key = read_key(Path(os.environ[PRIVATE])) if PRIVATE in os.environ else None
     await server.run(options.port, options.host)
 
 

@@ -41,6 +41,18 @@ def error(message: str, status: int = 400) -> web.Response:
     return answer(status, error={"message": message})
 
 
+CONTROL = frozenset(
+    {
+        *("flush_cache", "abort_request", "pause_generation", "continue_generation", "update_weight_version"),
+        *("begin_weight_update", "end_weight_update", "init_weights_update_group", "destroy_weights_update_group"),
+        *("update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_disk"),
+        *("weights_checker", "release_memory_occupation", "resume_memory_occupation"),
+        *("workers", "add_worker", "remove_worker"),
+    }
+)
+"""Endpoints that need the key, where the server has one."""
+
+
 class ScriptedServer:
     """The common part of engine and router. Subclasses name their endpoints."""
 
@@ -52,6 +64,8 @@ class ScriptedServer:
         """Faults that later calls meet."""
         self.calls: list[str] = []
         """Endpoints in the order of their calls, over all lives."""
+        self.key: str | None = None
+        """What control calls must bear; None: nothing."""
         self.exit_code: int | None = None
         """A test may set it; then the process exits with it at its next start."""
         self.last_words = "last words"
@@ -188,6 +202,8 @@ class ScriptedServer:
         if handler is None:
             return answer(404, detail="Not Found")
         self.calls.append(endpoint)
+        if self.key is not None and endpoint in CONTROL and http.headers.get("Authorization") != f"Bearer {self.key}":
+            return answer(401, error="Unauthorized")
         fault = self.faults.next(endpoint)
         if fault is not None and fault.when == "before":
             replaced = await self._fail(fault, http, None)

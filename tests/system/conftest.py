@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import pytest
@@ -25,9 +26,11 @@ from asyncrl.data.fleet import EngineState, UpdateAck
 from asyncrl.host import EngineHost
 from asyncrl.host.proc import descendants
 from asyncrl.host.shared_memory import mapped_by
+from asyncrl.inference import building
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.sglang.engine_api import Checksums, EngineApi
 from asyncrl.observability.events import EventLog
+from asyncrl.run_directory.engine_key import key_file
 from tests.tiny_model import write_tiny_qwen3
 
 
@@ -94,7 +97,24 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 async def started_fleet(
     models: tuple[Path, Path], run_dir: Path, *, health: Mapping[str, Any] | None = None, **engine: Any
 ) -> AsyncIterator[RealFleet]:
-    """A fleet of its own, ready, with settings of the sections `health` and `engine`; its end leaves no file."""
+    """A fleet of its own, ready, with settings of the sections `health` and `engine`; its end leaves no file.
+
+    Its engines have no key: tests speak to them as they are, and whole jobs take them as external ones.
+    """
+    with mock.patch.object(building, "make_key", without_key):
+        async with private_fleet(models, run_dir, health=health, **engine) as fleet:
+            yield fleet
+
+
+def without_key(run_dir: Path) -> None:
+    key_file(run_dir).write_text("{}\n")
+
+
+@asynccontextmanager
+async def private_fleet(
+    models: tuple[Path, Path], run_dir: Path, *, health: Mapping[str, Any] | None = None, **engine: Any
+) -> AsyncIterator[RealFleet]:
+    """The same as a job starts it: its engines have the job's key."""
     config = fleet_config(models[0], run_dir, health=health, **engine)
     layout = plan_layout(config, Machine())
     events = EventLog(run_dir / "events.jsonl")

@@ -21,6 +21,7 @@ _TENSOR_PARALLEL_ONLY = (
     "new weights reach tensor-parallel ranks only; for more replicas use engine.num_engines, for larger ones "
     "engine.tensor_parallel"
 )
+_KEY = "the job makes a key of its own for control calls; leave it out"
 _LOOPBACK = "the servers of a job speak plain HTTP on loopback; leave it out"
 
 RESERVED: Mapping[str, str] = {
@@ -55,8 +56,8 @@ RESERVED: Mapping[str, str] = {
     "skip_server_warmup": "readiness is probed with a generation of the job's own; leave it out",
     "weight_version": "each publication stamps it; leave it out",
     "disaggregation_mode": "an engine does prefill and decode; leave it out",
-    "api_key": _LOOPBACK,
-    "admin_api_key": _LOOPBACK,
+    "api_key": _KEY,
+    "admin_api_key": _KEY,
     "ssl_keyfile": _LOOPBACK,
     "ssl_certfile": _LOOPBACK,
 }

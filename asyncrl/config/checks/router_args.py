@@ -30,6 +30,7 @@ _ONLY_SMG: Mapping[str, str] = {
 }
 
 _CLIENT_RETRIES = "a request that failed is sent again by the client alone; use rollout.request_retries"
+_KEY = "the job makes a key of its own for control calls; leave it out"
 _LOOPBACK = "the servers of a job speak plain HTTP on loopback; leave it out"
 _CONTROLLER = "the controller tells the router of engines as they come to serve; leave it out"
 _PLAIN = "an engine does prefill and decode; leave it out"
@@ -64,7 +65,7 @@ RESERVED: Mapping[str, str] = {
     "encode": _PLAIN,
     "api_key": _LOOPBACK,
     "tenant_api_key": _LOOPBACK,
-    "control_plane_api_keys": _LOOPBACK,
+    "control_plane_api_keys": _KEY,
     "jwt_issuer": _LOOPBACK,
     "tls_cert_path": _LOOPBACK,
     "tls_key_path": _LOOPBACK,

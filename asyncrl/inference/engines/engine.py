@@ -56,10 +56,11 @@ class ManagedEngine:
         model: str = ACTOR,
         frozen: bool = False,
         owner: str | None = None,
+        key: str | None = None,
     ) -> None:
         """`model` is the name of the model that it serves; the weights of a `frozen` one never change.
 
-        `owner`: the job's name, for an engine that outlives it.
+        `owner`: the job's name, for an engine that outlives it. `key`: the job's key, for an engine of its own.
         """
         self.model = model
         self.frozen = frozen
@@ -90,7 +91,8 @@ class ManagedEngine:
         """Why it is DEAD or QUARANTINED."""
         self.observer: EngineObserver | None = None
         """The group that it belongs to; None before it joined one."""
-        self.client = EngineApi(endpoint.engine_id, endpoint.url, session, owner)
+        self.client = EngineApi(endpoint.engine_id, endpoint.url, session, owner=owner, key=key)
+        self.key = key
         self._events = events
 
     @property

@@ -20,6 +20,7 @@ from asyncrl.data.fleet import read_stamp
 from asyncrl.errors import EngineError
 from asyncrl.inference.sglang.engine_api import ProbeAnswer
 from asyncrl.observability.waits import waiting
+from asyncrl.run_directory.engine_key import key_headers
 
 T = TypeVar("T")
 
@@ -56,13 +57,21 @@ class _WorkerList(msgspec.Struct, frozen=True):
 class RouterClient:
     """Control calls to the router at `url`; `metrics_url` is that of its figures for Prometheus, if known.
 
-    `owner`: name of the job, which engines that outlive it bear in their stamps.
+    `owner`: name of the job, which engines that outlive it bear in their stamps. `key`: that of the job, without which
+    the router shows and changes no worker.
     """
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, *, metrics_url: str = "", owner: str | None = None
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        metrics_url: str = "",
+        owner: str | None = None,
+        key: str | None = None,
     ) -> None:
         self._owner = owner
+        self._headers = key_headers(key)
         self.url = url
         self.metrics_url = metrics_url
         self._session = session
@@ -140,7 +149,7 @@ class RouterClient:
         if self._session.closed:
             raise EngineError(f"router: {method} {path}: the fleet has been disposed of")
         data = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = {**self._headers, **({} if body is None else {"Content-Type": "application/json"})}
         try:
             with waiting(f"{method} {path.split('/')[1]}", "router", timeout_s):
                 async with self._session.request(method, self.url + path, data=data, headers=headers) as response:

@@ -22,6 +22,7 @@ from msgspec.structs import force_setattr
 from asyncrl.data.fleet import owner_in, read_stamp, stamp_of
 from asyncrl.errors import EngineError
 from asyncrl.observability.waits import waiting
+from asyncrl.run_directory.engine_key import key_headers
 from asyncrl.weights.buckets import TensorSpec
 
 CONTROL_TIMEOUT_S = 30.0
@@ -127,19 +128,28 @@ class _Reply(msgspec.Struct, frozen=True):
 class EngineApi:
     """Control calls to the engine `engine_id` at `url`."""
 
-    def __init__(self, engine_id: str, url: str, session: aiohttp.ClientSession, owner: str | None = None) -> None:
-        """`owner`: name of the job, for the stamps of an engine that outlives it."""
+    def __init__(
+        self,
+        engine_id: str,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        owner: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`owner`: name of the job, for the stamps of an engine that outlives it. `key`: for an engine of the job."""
         self.engine_id = engine_id
         self.url = url
         self._owner = owner
+        self._headers = key_headers(key)
         self._session = session
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, engine_id: str, url: str) -> AsyncIterator[EngineApi]:
+    async def open(cls, engine_id: str, url: str, key: str | None = None) -> AsyncIterator[EngineApi]:
         """A client with a session of its own."""
         async with new_session() as session:
-            yield cls(engine_id, url, session)
+            yield cls(engine_id, url, session, key=key)
 
     # generation
 
@@ -339,7 +349,7 @@ class EngineApi:
         if self._session.closed:
             raise EngineRequestError(self.engine_id, endpoint, "the fleet has been disposed of")
         data = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = {**self._headers, **({} if body is None else {"Content-Type": "application/json"})}
         try:
             with waiting(endpoint.lstrip("/"), self.engine_id, timeout_s):
                 async with self._session.request(method, self.url + endpoint, data=data, headers=headers) as response:

@@ -10,16 +10,20 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import aiohttp
 import anyio
+import anyio.to_thread
 import msgspec
 
 from asyncrl.observability.waits import waiting
+from asyncrl.run_directory.engine_key import key_headers, read_key
 from asyncrl.tasks import run_all
 
 _CALL_TIMEOUT_S = 3.0
@@ -73,7 +77,11 @@ class _Loads(msgspec.Struct):
 class EngineQueries:
     """Construct it in the event loop; `aclose` it."""
 
-    def __init__(self, router_url: str) -> None:
+    def __init__(self, router_url: str, key: Path | None = None, external: Collection[str] = ()) -> None:
+        """`key`: file with the job's key. `external`: urls of the engines that know no key."""
+        self._key_file = key
+        self._key_read: str | None = None
+        self._external = frozenset(external)
         self._router_url = router_url.rstrip("/")
         self._engines: tuple[str, ...] = ()
         self._session = aiohttp.ClientSession(
@@ -88,7 +96,7 @@ class EngineQueries:
 
     async def engines(self) -> tuple[str, ...]:
         """Urls of the engines that the router knows, or knew when it answered last."""
-        raw = await self._call("GET", self._router_url, "/workers")
+        raw = await self._call("GET", self._router_url, "/workers", headers=key_headers(await self._key()))
         if (found := _decode(raw, _Workers)) is not None:
             self._engines = tuple(worker.url.rstrip("/") for worker in found.workers)
         return self._engines
@@ -101,14 +109,17 @@ class EngineQueries:
         engines = await self.engines()
         progress.engines = len(engines)
 
+        key = await self._key()
+
         async def one(engine: str) -> None:
             silent = False
+            headers = {} if engine in self._external else key_headers(key)
 
             async def worker() -> None:
                 nonlocal silent
                 while left and not silent:
                     body = {"rid": left.pop()}
-                    silent = await self._call("POST", engine, "/abort_request", body) is None or silent
+                    silent = await self._call("POST", engine, "/abort_request", body, headers) is None or silent
 
             left = list(reversed(rids))
             async with anyio.create_task_group() as workers:
@@ -133,10 +144,22 @@ class EngineQueries:
             token_usage=max(load.token_usage for load in found.loads),
         )
 
-    async def _call(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> bytes | None:
+    async def _key(self) -> str | None:
+        if self._key_read is None and self._key_file is not None:
+            self._key_read = await anyio.to_thread.run_sync(read_key, self._key_file)
+        return self._key_read
+
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> bytes | None:
         """The body of a good answer, else None."""
         data = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = {**headers, **({} if body is None else {"Content-Type": "application/json"})}
         try:
             with waiting(path.partition("?")[0].lstrip("/"), url, _CALL_TIMEOUT_S):
                 async with self._session.request(method, url + path, data=data, headers=headers) as response:

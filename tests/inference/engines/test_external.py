@@ -253,7 +253,7 @@ def alive(monkeypatch: pytest.MonkeyPatch, *owners: str) -> None:
 
 async def taken_by(engine: ScriptedEngine, owner: str) -> None:
     async with new_session() as session:
-        await claims.claim(EngineApi("external-7", engine.url, session, owner), owner, 5.0)
+        await claims.claim(EngineApi("external-7", engine.url, session, owner=owner), owner, 5.0)
 
 
 OTHER = "elsewhere:/runs/other"

@@ -27,7 +27,6 @@ from asyncrl.host import EngineHost
 from asyncrl.inference import building
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.engines import restarts
-from asyncrl.inference.sglang.engine_api import EngineApi
 from asyncrl.observability.events import EventLog
 from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
@@ -166,7 +165,7 @@ async def processes(members: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
         )
         await controller.start(tasks)
         transport = BroadcastTransport(
-            EngineApi.open, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=BUCKET_TIMEOUT_S
+            controller.open_engine, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_s=BUCKET_TIMEOUT_S
         )
         try:
             await controller.wait_ready()

@@ -365,7 +365,7 @@ def test_a_checkpoint_holds_the_configuration_and_a_resume_tells_what_changed_in
     other = config | {"train": {"num_steps": None, "lr": 2e-3}, "rollout": {"prompts_per_step": 3}}
     assert run_world(resume, world_size=1, config=other).value == (
         1,
-        [("train.num_steps was 100, is none", "train.lr was 0.001, is 0.002", "rollout.prompts_per_step was 8, is 3")],
+        [("rollout.prompts_per_step was 8, is 3", "train.num_steps was 100, is none", "train.lr was 0.001, is 0.002")],
     )
 
 
