@@ -84,7 +84,7 @@ class ExportError(AsyncRLError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss or gradient became NaN or infinite; the batch was saved for inspection."""
+    """A loss or gradient became NaN or infinite, or weights diverged; the batch was saved for inspection."""
 
 
 class AlgorithmError(AsyncRLError):

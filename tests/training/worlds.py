@@ -111,6 +111,9 @@ class ScriptedBackend:
     def step(self, lr: float, grad_norm: float) -> None:
         self._together("step")
 
+    def growth(self) -> float:
+        return 1.0
+
     def reset_optimizer(self) -> None:
         self._together("reset_optimizer")
 

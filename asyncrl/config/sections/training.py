@@ -75,7 +75,8 @@ class TrainConfig(Section):
     """Packing budget of one forward pass, in tokens, per rank."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A NaN or infinite loss or gradient stops the run (batch saved), or skips that optimizer step."""
+    """A NaN or infinite loss or gradient stops the run (batch saved), or skips that optimizer step. Weights that
+    diverge (100 times as large as before training, or not finite) always stop it, neither published nor saved."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one copy of the model; the other ranks are data parallel."""

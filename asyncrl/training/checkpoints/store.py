@@ -12,6 +12,7 @@ Invariants
 - A directory that is being written, replaced or removed has a name with a leading dot, which no reader takes for a
   checkpoint.
 - A directory that is not an intact checkpoint is never removed.
+- A checkpoint whose model cannot compute (weights that are not finite, or absurdly large) counts as a damaged one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+import torch
+from safetensors import SafetensorError, safe_open
 
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.files import read_record, sync_directory, write_bytes
@@ -40,6 +43,7 @@ from asyncrl.training.checkpoints.manifest import (
     encode_manifest,
 )
 from asyncrl.training.checkpoints.retention import to_remove
+from asyncrl.training.checkpoints.shard import MODEL
 
 _NAME = re.compile(r"step-(\d{6,})")
 _CONFIG = "config.toml"
@@ -47,6 +51,8 @@ _EXTRA = "extra"
 _EXTRA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READERS = 8
 """Threads that check files."""
+_LARGEST_WEIGHT = 1e6
+"""No model has a weight as large; squares of what it computes with one overflow."""
 
 _log = structlog.get_logger(__name__)
 
@@ -214,14 +220,21 @@ def check_extra(extra: Mapping[str, bytes]) -> None:
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint:
-    """Reads a checkpoint and checks all its bytes. Raises CheckpointError, which names the damaged file."""
+    """Reads a checkpoint, and checks all its bytes and the weights of its model.
+
+    Raises CheckpointError, which names the damaged file or the tensor that has diverged.
+    """
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         _check_size(path / name, name, record, path)
+    weights = [path / name for name in manifest.files if re.fullmatch(rf"{MODEL}/.*\.safetensors", name)]
     with ThreadPoolExecutor(_READERS) as pool:
         for problem in pool.map(lambda item: _damage(path, *item), manifest.files.items()):
             if problem is not None:
                 raise CheckpointError(problem)
+        for problem in pool.map(_divergence, weights):
+            if problem is not None:
+                raise CheckpointError(f"{path} cannot be gone on from: {problem}; its training had diverged")
     extra = {name.removeprefix(f"{_EXTRA}/"): path / name for name in manifest.files if name.startswith(f"{_EXTRA}/")}
     config = (path / _CONFIG).read_text(encoding="utf-8") if _CONFIG in manifest.files else None
     return SavedCheckpoint(path, manifest, {name: file.read_bytes() for name, file in extra.items()}, config)
@@ -275,3 +288,17 @@ def _damage(path: Path, name: str, record: FileRecord) -> str | None:
     except OSError as error:
         return f"{path} cannot be read: {name}: {error.strerror}"
     return None if same else f"{path} is damaged: the contents of {name} are not what was written (checksum)"
+
+
+def _divergence(file: Path) -> str | None:
+    """The first tensor that no model can compute with; None where all are fit."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                tensor = tensors.get_tensor(name)
+                largest = float(torch.stack(torch.aminmax(tensor)).abs().max()) if tensor.numel() else 0.0
+                if not largest <= _LARGEST_WEIGHT:  # NaN too
+                    return f"a weight in {name} is {largest:.3g}"
+    except (OSError, SafetensorError) as error:
+        return f"{file} cannot be read: {error}"
+    return None

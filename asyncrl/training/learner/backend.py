@@ -31,7 +31,7 @@ class Backend(Protocol):
     A method that raises on one rank may leave the others in a collective, so the trainer ends after any error.
 
     The learner calls `init` first, then `restore` where it goes on from a checkpoint. An optimizer step is
-    `forward_backward`, `grad_norm`, and `step` unless a figure is not finite.
+    `forward_backward`, `grad_norm`, and `step` unless a figure is not finite; after the steps of a batch `growth`.
     """
 
     @property
@@ -89,6 +89,11 @@ class Backend(Protocol):
         Args:
             lr: learning rate.
             grad_norm: what `grad_norm` returned, which must be finite.
+        """
+
+    def growth(self) -> float:
+        """How far weights have grown: for each tensor its largest magnitude, relative to 1 or to its largest magnitude
+        after `init` if that is more; the maximum over all tensors and ranks. Infinite where a weight is not finite.
         """
 
     def reset_optimizer(self) -> None:

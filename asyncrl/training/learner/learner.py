@@ -7,6 +7,7 @@ Invariants
 - Every method is collective: all ranks call it with the same arguments, in the same order, each in its one thread.
 - The result of a step does not depend on how the batch is cut into micro-batches or over ranks (up to rounding).
 - No weight changes before all ranks know that the step's loss and gradient are finite.
+- Weights that have diverged end the training at the step that made them, before they are published or saved.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from asyncrl.training.learner.schedule import learning_rate
 from asyncrl.training.learner.step_loss import AGREEMENT, MOVED, TOKENS, StepLoss, made_by_current_weights
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
+
+MAX_GROWTH = 100.0
+"""Weights have diverged where `Backend.growth` says more. Adam moves a weight by about the learning rate in a step, so
+no healthy training comes near it, also with a large rate at its beginning. Not far over it, activations overflow."""
 
 _log = structlog.get_logger(__name__)
 
@@ -86,7 +91,7 @@ class Learner:
             `train/trained_tokens` counts a token once in each pass. `METRICS` says what each is.
 
         Raises:
-            NonFiniteError: on every rank, before the step's weights change; the batch is saved.
+            NonFiniteError: on every rank; the batch is saved. The step's weights have not changed, or have diverged.
             DataError: the batch holds ids outside the vocabulary or lengths that do not add up.
             AlgorithmError: the algorithm failed, or returned what cannot be trained on.
         """
@@ -159,6 +164,8 @@ class Learner:
                 _log.warning(
                     "an optimizer step is skipped", rollout=batch.rollout_id, step=number, reason=what, batch=extremes
                 )
+        if norms and (growth := backend.growth()) > MAX_GROWTH:
+            self._stop_diverged(batch, len(plans), lr, growth)
         trained = total.sums.pop("tokens", 0.0)
         metrics = {
             "lr": lr,
@@ -175,24 +182,37 @@ class Learner:
 
     def _stop(self, batch: RolloutBatch, plan: StepPlan, number: int, what: str, extremes: str) -> NoReturn:
         """Raises NonFiniteError; every rank calls it, since loss and norm were reduced over all of them."""
+        samples = sorted({batch.sample_ids[i] for i in batch.sample_index[list(plan.sequences)].tolist()})
+        saved = self._save(batch, {"what": what, "optimizer_step": number, "extremes": extremes, "samples": samples})
+        raise NonFiniteError(
+            f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; "
+            f'{saved}; {extremes}. train.on_nonfinite = "skip" goes on without such steps'
+        )
+
+    def _stop_diverged(self, batch: RolloutBatch, updates: int, lr: float, growth: float) -> NoReturn:
+        """Raises NonFiniteError; every rank calls it. The weights before are gone, so no setting skips this step."""
+        what = (
+            f"weights are {growth:.3g} times as large as before training"
+            if math.isfinite(growth)
+            else ("weights are not finite any more")
+        )
+        saved = self._save(batch, {"what": what, "lr": lr, "updates": updates})
+        raise NonFiniteError(
+            f"{what}, after rollout {batch.rollout_id} at learning rate {lr:g}: the training has diverged. They are "
+            f"neither published nor saved; {saved}. Lower train.lr and go on from an earlier checkpoint, or begin anew"
+        )
+
+    def _save(self, batch: RolloutBatch, facts: Mapping[str, object]) -> str:
+        """Saves the batch on which training stops, once for all ranks; tells where."""
         path, _ = batch_paths(self._failures, batch.rollout_id)
         saved = f"the batch is saved in {path}"
         if self._layout.rank == 0:
-            facts = {
-                "what": what,
-                "optimizer_step": number,
-                "extremes": extremes,
-                "samples": sorted({batch.sample_ids[i] for i in batch.sample_index[list(plan.sequences)].tolist()}),
-            }
             try:
                 save_batch(batch, self._failures, facts)
             except (OSError, SafetensorError) as error:  # a full disk must not hide why the run stops
                 saved = f"the batch could not be saved in {path} ({error})"
         dist.barrier()  # the first rank that reports a failure ends the job, so all wait until the batch is saved
-        raise NonFiniteError(
-            f"{what} in optimizer step {number} of rollout {batch.rollout_id}, whose update was not applied; "
-            f'{saved}; {extremes}. train.on_nonfinite = "skip" goes on without such steps'
-        )
+        return saved
 
 
 def _compared(tally: Tally) -> dict[str, float]:

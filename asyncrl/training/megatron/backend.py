@@ -94,6 +94,10 @@ class MegatronBackend:
         """Clips the gradient and updates the weights."""
         self._optimizer.step(lr, grad_norm)
 
+    def growth(self) -> float:
+        """How far weights have grown since `init`, the same on every rank; infinite where one is not finite."""
+        return self._optimizer.growth()
+
     def reset_optimizer(self) -> None:
         """Forgets Adam's moments and step count."""
         self._optimizer.reset()

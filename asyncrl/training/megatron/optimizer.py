@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -63,6 +64,8 @@ class Optimizer:
             use_gloo_process_groups=False,
         )
         config.finalize_model_grads_func = finalize_model_grads
+        self._at_first = self._largest().clamp(min=1.0)
+        """Of each parameter, before any step."""
 
     def zero_grad(self) -> None:
         """Clears the gradients, before each forward-backward."""
@@ -83,6 +86,15 @@ class Optimizer:
         if self._train.grad_clip > 0:
             clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._train.grad_clip, grad_norm)
         self._optimizer.step_with_ready_grads()
+
+    def growth(self) -> float:
+        """The largest weight of each parameter relative to that before training, and at least to 1; the maximum.
+
+        Infinite where a weight is not finite. Collective: the same on every rank.
+        """
+        growth = (self._largest() / self._at_first).nan_to_num(nan=math.inf, posinf=math.inf).max()
+        dist.all_reduce(growth, op=dist.ReduceOp.MAX)
+        return float(growth)
 
     def reset(self) -> None:
         """Forgets the moments and the step count of Adam."""
@@ -153,6 +165,12 @@ class Optimizer:
         self._move_state(self._device)
         self._move_weights(self._device)
         torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def _largest(self) -> Tensor:
+        """The largest magnitude in each parameter of this rank: float32 on the CPU."""
+        extremes = [torch.stack(torch.aminmax(weights)) for weights in self.module.parameters()]
+        return torch.stack(extremes).abs().amax(1).float().cpu()
 
     def _move_weights(self, device: torch.device) -> None:
         """Moves weights that lie outside Megatron's buffers; those of sharded ranks are views of them."""

@@ -22,6 +22,7 @@ from asyncrl.training.checkpoints.manifest import SavedLayout, SavedTensor
 from asyncrl.training.checkpoints.restoring import restore
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshots
 from asyncrl.training.checkpoints.store import CheckpointStore, check_extra, read_checkpoint, resume_from
+from asyncrl.training.models.model_directory import HuggingFaceModel
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
 from tests.training.forked_ranks import fork_server
@@ -31,13 +32,20 @@ SHARD = "trainer/actor/rank-00000-of-00001.safetensors"
 
 
 def save(
-    root: Path, step: int, *, number: int = 1, layout: SavedLayout = LAYOUT, size: int = 10, attempt: int = 0
+    root: Path,
+    step: int,
+    *,
+    number: int = 1,
+    layout: SavedLayout = LAYOUT,
+    size: int = 10,
+    attempt: int = 0,
+    model: HuggingFaceModel | None = None,
 ) -> Path:
     store = CheckpointStore(root)
     staging = store.staging(step, number)
     staging.mkdir(parents=True)
     tensors = {"weight": torch.full((size,), float(step))}
-    files = write_snapshots({"actor": Snapshot(Shard(tensors, {"step": step}))}, staging, RankLayout(0, 1, 0, 1))
+    files = write_snapshots({"actor": Snapshot(Shard(tensors, {"step": step}), model)}, staging, RankLayout(0, 1, 0, 1))
     return store.publish(
         staging,
         files,
@@ -129,6 +137,27 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_intact_one_taken
     found = resume_from(tmp_path, "auto", LAYOUT)
     assert found is not None and found.step == 3
     assert newest.exists(), "what is no intact checkpoint is left alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("weight", "told"), [(1e29, "1e+29"), (-torch.inf, "inf"), (torch.nan, "nan")])
+def test_a_checkpoint_whose_model_cannot_generate_is_not_the_newest_good_one(
+    tmp_path: Path, weight: float, told: str, dtype: torch.dtype
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+
+    def model(largest: float) -> HuggingFaceModel:
+        tensors = {"norm": torch.ones(7, dtype=dtype), "head": torch.tensor([0.5, largest], dtype=dtype)}
+        return HuggingFaceModel(tensors, source, dtype)
+
+    save(tmp_path, 3, model=model(900.0))
+    diverged = save(tmp_path, 6, model=model(weight))
+    with pytest.raises(CheckpointError) as refused:
+        resume_from(tmp_path / "other", diverged, LAYOUT)
+    assert f"{diverged} cannot be gone on from: a weight in head is {told}; its training had" in str(refused.value)
+    found = resume_from(tmp_path, "auto", LAYOUT)
+    assert found is not None and found.step == 3 and diverged.exists()
 
 
 def test_where_no_checkpoint_is_intact_nothing_begins_anew_by_itself(tmp_path: Path) -> None:

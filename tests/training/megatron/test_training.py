@@ -338,6 +338,51 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank(model_direct
     assert (tmp_path / "failures" / "rollout-000000.safetensors").exists()
 
 
+def train_at(layout: RankLayout, path: Path, run_dir: Path, lr: float, fault: float | None) -> str:
+    trainer = trainer_of(layout, path, run_dir, lr=lr, lr_warmup_steps=0, minibatches=2, on_nonfinite="skip")
+    if fault is not None and layout.rank == layout.world_size - 1:
+        optimizer, step = optimizer_of(trainer), optimizer_of(trainer).step
+
+        def corrupt(lr: float, grad_norm: float) -> None:
+            step(lr, grad_norm)
+            next(optimizer.module.parameters()).data.view(-1)[3] = fault
+
+        optimizer.step = corrupt  # type: ignore[method-assign]
+    try:
+        for number in range(STEPS):
+            trainer.train(batch_of(number))
+    except NonFiniteError as error:
+        return str(error)
+    return f"trained, {trainer.backend.growth():.1f}"
+
+
+@pytest.mark.parametrize("layout", [{}, {"world_size": 2}, {"world_size": 2, "tensor_parallel": 2}])
+@pytest.mark.parametrize("lr", [1e3, 1e12, 1e30])
+def test_weights_that_diverge_end_the_training_at_the_step_that_made_them(
+    model_directory: Any, tmp_path: Path, lr: float, layout: dict[str, int]
+) -> None:
+    for told in run_ranks(train_at, model_directory("qwen3"), tmp_path, lr, None, **layout):
+        assert f"after rollout 0 at learning rate {lr:g}: the training has diverged. They are neither" in told
+        assert str(tmp_path / "failures" / "rollout-000000.safetensors") in told
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+def test_one_weight_that_is_not_finite_on_one_rank_ends_the_training_of_all(
+    model_directory: Any, tmp_path: Path, fault: float
+) -> None:
+    for told in run_ranks(train_at, model_directory("qwen3"), tmp_path, 1e-3, fault, world_size=2, tensor_parallel=2):
+        assert "weights are not finite any more, after rollout 0" in told
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-3, 0.1, 1.0])
+def test_a_learning_rate_that_is_large_at_the_beginning_is_no_divergence(
+    model_directory: Any, tmp_path: Path, lr: float
+) -> None:
+    [told] = run_ranks(train_at, model_directory("qwen3"), tmp_path, lr, None)
+    assert told.startswith("trained, ")
+    assert float(told.split()[1]) < 20
+
+
 def train_with_resets(layout: RankLayout, path: Path, resets: bool) -> dict[str, Tensor]:
     trainer = trainer_of(layout, path)
     trainer.train_sft(batch_of(0), lr=1e-3)
