@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 
 from asyncrl.config.layout import DRIVER_NODE
@@ -72,7 +73,8 @@ class Trackers:
         self._ending, end = True, end_mark(self._job.directory.path, self._job.directory.attempt)
         try:
             end.touch()
-            await run_all(*(partial(self._finish, name) for name in self._names))
+            with anyio.CancelScope(shield=True):  # the last figures of a job that fails are wanted most
+                await run_all(*(partial(self._finish, name) for name in self._names))
             end.unlink()
         except (OSError, EngineError) as error:  # a full disk; the host has ended, and all sinks with it
             self._job.record.note(f"trackers may lack the last metrics, which {METRICS_FILE} has: {error}")

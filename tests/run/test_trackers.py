@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import struct
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +26,7 @@ from asyncrl.observability.trackers.sinks import TensorBoardSink
 from asyncrl.run.trackers import start_trackers
 from tests.rollout.fleet import eventually
 from tests.run.jobs import a_job
+from tests.run.read_back import tensorboard_scalars, trackio_rows, wandb_run
 
 pytestmark = pytest.mark.anyio
 
@@ -71,6 +68,15 @@ async def test_a_sink_learns_of_the_run_and_gets_every_line(tmp_path: Path) -> N
     assert job == {"directory": str(tmp_path), "attempt": 0, "router_url": ROUTER}
     assert [step for step, _ in lines] == list(range(1, 201))
     assert lines[-1][1] == {"train/loss": "nan", "train/grad_norm": "-inf"}
+
+
+async def test_a_sink_gets_the_last_line_of_a_job_that_is_cancelled(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    args = {f"{SINKS}:Kept": {"file": str(kept)}}
+    async with tracked(tmp_path, to=[f"{SINKS}:Kept"], args=args) as (job, metrics):
+        metrics.write(1, {"train/loss": math.nan})
+        job.task_group.cancel_scope.cancel()  # as by a failure beside the loop
+    assert json.loads(kept.read_text())[1:] == [[1, {"train/loss": "nan"}]]
 
 
 async def test_a_sink_that_hangs_for_ever_costs_no_step_and_a_bounded_end(tmp_path: Path) -> None:
@@ -148,61 +154,3 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_were_rolled_back
         sink.finish()
     assert tensorboard_scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
     assert tensorboard_scalars(tmp_path, "eval/accuracy") == [(0, 0.25), (2, 0.5)]
-
-
-def tensorboard_scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(run_dir / "trackers" / "tensorboard"))
-    read.Reload()
-    return [(scalar.step, scalar.value) for scalar in read.Scalars(tag)]
-
-
-def wandb_run(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows and the configuration of an offline run, whose file is a log in LevelDB's format of wandb's records."""
-    from wandb.proto import wandb_internal_pb2
-
-    (file,) = (run_dir / "trackers" / "wandb").glob("offline-run-*/*.wandb")
-    rows, config = list[dict[str, Any]](), dict[str, Any]()
-    for data in leveldb_records(file.read_bytes()[7:]):  # behind wandb's own head
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-        elif record.WhichOneof("record_type") == "run":
-            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-    return rows, config
-
-
-def leveldb_records(data: bytes, head: int = 7) -> Iterator[bytes]:
-    """Blocks of 32 KiB hold fragments (checksum, length, type); types 2, 3 and 4 are the parts of one record."""
-    at, record = 0, b""
-    while at + 7 <= len(data):
-        left = 32768 - (at + head) % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield record
-            record = b""
-
-
-def trackio_rows(run_dir: Path, project: str, metric: str) -> list[tuple[int, float]]:
-    """Read in a process of its own: trackio takes its directory from the environment when it is imported."""
-    code = (
-        "import json, sys\n"
-        "from trackio.sqlite_storage import SQLiteStorage\n"
-        "name, = SQLiteStorage.get_runs(sys.argv[1])\n"
-        "rows = SQLiteStorage.get_logs(sys.argv[1], name)\n"
-        "print(json.dumps([[row['step'], row[sys.argv[2]]] for row in rows if sys.argv[2] in row]))"
-    )
-    environment: Mapping[str, str] = os.environ | {"TRACKIO_DIR": str(run_dir / "trackio")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, project, metric], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return [(step, value) for step, value in json.loads(done.stdout.splitlines()[-1])]

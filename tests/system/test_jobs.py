@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.run.metric_reference import unexplained
+from tests.run.read_back import tensorboard_scalars, trackio_rows, wandb_run
 from tests.system.jobs import job, run, write_recipe
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(450)]
@@ -26,7 +27,9 @@ size = 8
 
 def test_two_ranks_train_evaluate_export_and_leave_nothing(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
     recipe = write_recipe(tmp_path, tiny_models[0], steps=2, extra=EVALUATION.format(data=tmp_path / "prompts.jsonl"))
-    code, output, started = run(recipe, torchrun=2, timeout_s=400)
+    tracked = ("--track.to", "tensorboard", "wandb", "trackio")
+    env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "run" / "trackio")}
+    code, output, started = run(recipe, *tracked, torchrun=2, timeout_s=400, env=env)
     assert code == 0, output
 
     metrics = [json.loads(line) for line in (started.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -40,6 +43,15 @@ def test_two_ranks_train_evaluate_export_and_leave_nothing(tmp_path: Path, tiny_
     samples = [json.loads(line) for line in (started.run_dir / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in samples if line["kind"] == "train"] == [1] * 16 + [2] * 16
     assert len([line for line in samples if line["kind"] == "eval"]) == 3 * 8
+
+    rewards = [(line["step"], line["rollout/reward_mean"]) for line in trained]
+    rows, told = wandb_run(started.run_dir)
+    assert [(row["step"], row["rollout/reward_mean"]) for row in rows if "rollout/reward_mean" in row] == rewards
+    assert told["job"]["router_url"].startswith("http://127.0.0.1:") and told["train"]["num_steps"] == 2
+    assert trackio_rows(started.run_dir, "asyncrl", "rollout/reward_mean") == rewards
+    assert tensorboard_scalars(started.run_dir, "rollout/reward_mean") == [
+        (step, pytest.approx(reward)) for step, reward in rewards
+    ]
 
     summary = json.loads((started.run_dir / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "seconds", "steps", "time_split"} <= summary.keys()

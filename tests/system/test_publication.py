@@ -94,7 +94,8 @@ async def test_the_engine_answers_as_transformers_does_with_the_published_weight
     assert after["meta_info"]["cached_tokens"] == 0, "nothing of the old weights is reused"
     assert after["output_ids"] == await greedy_of_transformers(serving_fleet.models[1])
     assert after["output_ids"] != before["output_ids"]
-    assert after["meta_info"]["weight_version"] == version == serving_fleet.controller.fleet().published_version
+    assert read_stamp(after["meta_info"]["weight_version"]) == (version, "engine-0")
+    assert version == serving_fleet.controller.fleet().published_version
     assert report.bytes == sum(t.nbytes for t in second.tensors.values())
     assert (report.attempts, dict(report.failed)) == (1, {})
     assert 0 < report.transfer_s <= report.pause_s <= report.seconds

@@ -20,7 +20,7 @@ from asyncrl.weights.buckets import Bucket
 from asyncrl.weights.transfer import BucketFiller
 from asyncrl.weights.transports.process_group import TransferGroup, broadcast, drop_all
 
-LOST_GRACE_S = 1.0
+LOST_GRACE_S = 0.5
 """How long an engine may take to answer after its own group broke. The others, which hold everything, wait for that: it
 only tells an engine that lives from one that is gone."""
 
