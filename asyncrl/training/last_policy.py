@@ -57,7 +57,5 @@ async def _leave(publisher: Publisher, config: Config, saved: int) -> Path | Non
         try:
             complete_model(left, config.model.path)
         except OSError as error:  # they are small, and can be copied later
-            _log.warning(
-                f"{left} has no room for the files of {config.model.path} other than weights", error=str(error)
-            )
+            _log.warning(f"{left} lacks the config and tokenizer of {config.model.path}", error=str(error))
     return left

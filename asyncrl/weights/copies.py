@@ -126,10 +126,10 @@ class Copies:
         self._background.start(f"copy in {directory}", partial(self._keep, recording, directory, readers, due))
 
     async def leave_newest(self, newer_than: int, place: Path) -> Path | None:
-        """Moves the newest copy to `place`, where it outlives the job; returns its new path.
+        """Moves the newest copy to `place`, where it outlives the job, and removes the others; returns its new path.
 
-        None where no copy holds more than `newer_than` steps of training. A copy in progress has `_LAST_WRITE_S`.
-        Raises OSError.
+        None, and nothing is removed, where no copy holds more than `newer_than` steps of training. A copy in progress
+        has `_LAST_WRITE_S`. Raises OSError.
         """
         leave = partial(self._leave_newest, newer_than, place)
         return await anyio.to_thread.run_sync(leave, abandon_on_cancel=True)
@@ -202,7 +202,7 @@ class Copies:
             found = [path for path in self._complete if path.is_dir() and steps_of(path.name) > newer_than]
             if not found:
                 return None
-            self._complete.remove(found[-1])
+            self._complete = []
             return leave_behind(found[-1], found[-1].name, place)
         finally:
             self._disk.release()

@@ -128,6 +128,24 @@ def test_a_policy_that_no_disk_takes_as_an_export_stays_as_its_newest_published_
         assert index.keys() == {spec.name for spec in SPECS} and {*index.values()} == {file.name for file in files}
 
 
+@pytest.mark.parametrize(("config", "left"), [("{}", ["config.json", "model.safetensors"]), ("0" * 40_000, None)])
+def test_on_a_full_disk_the_policy_has_its_config_where_the_other_copies_leave_room_for_it_and_never_half_of_it(
+    small_disk: Path, config: str, left: list[str] | None
+) -> None:
+    async def fills_the_disk(group: TrainGroup) -> None:
+        (small_disk / "model" / "config.json").write_text(config)
+        with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
+            while True:
+                assert filler.write(bytes(512))
+        with pytest.raises(ExportError):
+            await group.export_hf(small_disk / "run" / "export")
+
+    assert a_job(small_disk / "run", fills_the_disk, fault=("export_hf", no_room))[1] == ["policy-0.2"]
+    kept = small_disk / "run" / "policy-0.2"
+    assert sorted(path.name for path in kept.iterdir()) == (left or ["model.safetensors"])
+    assert load_file(kept / "model.safetensors").keys() == {spec.name for spec in SPECS}
+
+
 async def breaks(group: TrainGroup) -> None:
     with pytest.raises(TrainerError):
         await group.export_hf(Path("/nowhere/export"))

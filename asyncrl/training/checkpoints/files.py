@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -86,6 +87,26 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_directory(staged: Path, target: Path, aside: Path) -> None:
+    """Renames `staged` to `target`. What was there lies in `aside` until the new one is on the disk, and goes then.
+
+    Raises OSError. After a kill in between, `end_replacement` has either the former or the new directory in place.
+    """
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    staged.rename(target)
+    sync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def end_replacement(target: Path, aside: Path) -> None:
+    """Ends what a killed process left of `replace_directory`. Before the next one. Raises OSError."""
+    if aside.exists() and not target.exists():
+        aside.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write(path: Path, parts: Iterator[memoryview]) -> FileRecord:

@@ -31,7 +31,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.errors import CheckpointError
-from asyncrl.training.checkpoints.files import read_record, sync_directory, write_bytes
+from asyncrl.training.checkpoints.files import (
+    end_replacement,
+    read_record,
+    replace_directory,
+    sync_directory,
+    write_bytes,
+)
 from asyncrl.training.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
@@ -115,9 +121,8 @@ class CheckpointStore:
     def tidy(self) -> None:
         """Ends renames and removals that a killed process left half-done. Before anything is written."""
         for entry in list(self._root.glob(".step-*")):
-            original = self._root / entry.name.split(".")[1]
-            if entry.name.endswith(".replaced") and not original.exists():
-                entry.rename(original)
+            if entry.name.endswith(".replaced"):
+                end_replacement(self._root / entry.name.split(".")[1], entry)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
 
@@ -173,16 +178,7 @@ class CheckpointStore:
             sync_directory(Path(directory))
         sync_directory(self._root.parent)
         target = self.path(step)
-        if target.exists():
-            old = self._root / f".{target.name}.replaced"
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-            staging.rename(target)
-            sync_directory(self._root)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            staging.rename(target)
-            sync_directory(self._root)
+        replace_directory(staging, target, aside=self._root / f".{target.name}.replaced")
         return target
 
     def prune(self, *, keep_last: int, keep_every: int) -> None:

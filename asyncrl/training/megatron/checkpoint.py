@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import ModelError
+from asyncrl.training.checkpoints.files import end_replacement, replace_directory, sync_directory
 from asyncrl.training.megatron import mapping
 from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.models.model_directory import MAX_FILE_BYTES, HuggingFaceModel, write_model
@@ -187,7 +187,7 @@ class WeightExchange:
     ) -> None:
         """Writes a Hugging Face directory on rank 0: config and tokenizer files as in `source`, weights as `dtype`.
 
-        It is written beside `target` and then renamed; a `target` that exists is replaced.
+        It is written beside `target` and then renamed; a `target` that exists is replaced, and is there until then.
 
         Raises:
             OSError: on rank 0, after all ranks have finished the export; nothing is left behind.
@@ -195,10 +195,13 @@ class WeightExchange:
         tensors = self.export()
         try:
             if self._layout.rank == 0:
-                staging = target.parent / f".{target.name}.{os.getpid()}.partial"
+                staging, aside = (target.parent / f".{target.name}.{what}" for what in ("partial", "replaced"))
+                end_replacement(target, aside)
+                shutil.rmtree(staging, ignore_errors=True)  # of a job that was killed
                 try:
                     write_model(tensors, self.shapes(), source, staging, dtype=dtype, max_file_bytes=max_file_bytes)
-                    _replace(staging, target)
+                    sync_directory(staging)
+                    replace_directory(staging, target, aside)
                 finally:
                     shutil.rmtree(staging, ignore_errors=True)
         finally:
@@ -210,13 +213,3 @@ class WeightExchange:
         first = self._layout.rank == 0
         tensors = {name: t.to(device="cpu", dtype=dtype, copy=True) for name, t in self.export() if first}
         return HuggingFaceModel(tensors, source, dtype) if first else None
-
-
-def _replace(staging: Path, target: Path) -> None:
-    if not target.exists():
-        staging.rename(target)
-        return
-    old = target.parent / f".{target.name}.{os.getpid()}.old"
-    target.rename(old)
-    staging.rename(target)
-    shutil.rmtree(old)

@@ -81,7 +81,7 @@ def write_model(
 def complete_model(directory: Path, source: Path) -> None:
     """Makes a Hugging Face directory of one that holds safetensors alone: adds an index, and other files of `source`.
 
-    Raises OSError; what was added then is incomplete.
+    Raises OSError; no file is there in part then.
     """
     files = sorted(directory.glob("*.safetensors"))
     if [file.name for file in files] != ["model.safetensors"]:
@@ -89,9 +89,17 @@ def complete_model(directory: Path, source: Path) -> None:
         for file in files:
             with safe_open(file, framework="pt") as tensors:
                 weight_map |= dict.fromkeys(tensors.keys(), file.name)
-        write_bytes(directory / _INDEX, _index(weight_map, sum(file.stat().st_size for file in files)))
+        _write_whole(directory / _INDEX, _index(weight_map, sum(file.stat().st_size for file in files)))
     for file in _other_files(source):
-        write_bytes(directory / file.name, file.read_bytes())
+        _write_whole(directory / file.name, file.read_bytes())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    try:
+        write_bytes(path, data)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _other_files(source: Path) -> list[Path]:

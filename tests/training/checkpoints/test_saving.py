@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import threading
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +119,6 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_path
     assert what.startswith("the checkpoint of step 2 was not written: ")
     assert "rank 1: OSError" in what and "File too large" in what
     assert names(tmp_path) == ["step-000001"], "nothing is left of it, and the former one is intact"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real disk of 96 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_on_a_disk_without_room_for_the_extra_files_the_former_checkpoint_stays(small_disk: Path) -> None:

@@ -113,6 +113,22 @@ def test_a_rank_that_cannot_write_keeps_the_others_in_step_and_leaves_nothing_be
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_that_a_kill_interrupted_leaves_the_former_one_until_the_next_is_complete(
+    model_directory: Any, tmp_path: Path
+) -> None:
+    target, source = tmp_path / "target", model_directory("qwen3")
+    former = tmp_path / ".target.replaced"  # killed between two renames
+    former.mkdir()
+    (former / "config.json").write_text("the former one")
+    (tmp_path / ".target.partial").mkdir()
+    run_ranks(export_onto_a_full_disk, source, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert (target / "config.json").read_text() == "the former one"
+    run_ranks(export_directory, source, target, 40_000_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert checkpoint.Checkpoint(target).names == checkpoint.Checkpoint(source).names
+
+
 def _without_a_tensor(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
