@@ -34,8 +34,8 @@ _HEARTBEAT_S = 0.1
 _LOOK_S = 0.2
 """Interval at which the monitor's thread looks at that note."""
 _STARVED_TIMES = 5.0
-"""A late loop that runs no function is reported only after this many times the threshold. Below that, it usually waits
-for a library that another thread imports, as at every start, and the user cannot change that."""
+"""A late loop that runs no function, or imports a module, is reported only after this many times the threshold. Below
+that, it usually loads what a start needs, here or in another thread, and the user cannot change that."""
 
 
 class OverdueWaits:
@@ -174,7 +174,8 @@ class LoopMonitor:
             if reported_beat or late_s < self._threshold_s + _HEARTBEAT_S:
                 continue
             place = blocking_place(sys._current_frames().get(loop_thread))
-            if place is None and late_s < _STARVED_TIMES * self._threshold_s:
+            importing = place is not None and place.function == "<module>"
+            if (place is None or importing) and late_s < _STARVED_TIMES * self._threshold_s:
                 continue
             reported_beat = beat
             if place is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -200,3 +200,14 @@ def test_arguments_and_scope_are_held_against_the_source_before_anything_starts(
 ) -> None:
     (told,) = map(str, reward_problems(RewardConfig(**{"function": "code_of_mine:score", **settings})))
     assert message in told
+
+
+@pytest.mark.parametrize(("parameters", "scope"), [("sample", "sample"), ("", "sample"), ("samples", "group")])
+def test_a_reward_that_takes_fewer_arguments_is_told_what_to_write(
+    beside: Path, parameters: str, scope: Literal["sample", "group"]
+) -> None:
+    (beside / "same.py").write_text(f"def short({parameters}): ...\n")
+    (told,) = map(str, reward_problems(RewardConfig(function="same:short", scope=scope)))
+    called_with = f"({'samples' if scope == 'group' else 'sample'}, prompt)"
+    assert told.startswith(f"reward.function: same:short takes ({parameters}), but is called with {called_with}")
+    assert told.endswith(f"Write `def short{called_with}`")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -167,6 +168,21 @@ async def test_a_loop_starved_by_an_import_is_no_news_and_one_that_stays_so_is()
     (line,) = told(logs)
     late = re.fullmatch(r"the event loop did not turn for (\S+) s, yet runs nothing: starved by .*", line)
     assert late is not None and float(late[1]) >= 1.0
+
+
+async def test_modules_that_a_start_imports_are_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(f"import time; time.sleep({2.5 * THRESHOLD_S})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monitor = LoopMonitor(threshold_s=THRESHOLD_S)
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(monitor.run)
+            await anyio.sleep(0.2)
+            importlib.import_module("slow_to_import")
+            await anyio.sleep(0.2)
+            tasks.cancel_scope.cancel()
+    assert monitor.statistics().max_lag_s > THRESHOLD_S
+    assert told(logs) == []
 
 
 @contextmanager

@@ -126,6 +126,15 @@ def _argument_problems(
         if unknown:
             return
     try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        yield Problem(
+            "reward.function",
+            f"{name} takes {signature}, but is called with {called_with}. Write `def "
+            f"{name.rpartition(':')[2]}{called_with}`",
+        )
+        return
+    try:
         signature.bind(None, None, **args)
     except TypeError as error:
         yield Problem("reward.args", f"{name} is called as {called_as}, which it does not take: {error}")
