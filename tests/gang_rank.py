@@ -46,7 +46,7 @@ def stop_in_the_third_step(steps: list[None] = []) -> None:  # noqa: B006 - like
 
 
 @asynccontextmanager
-async def scripted_host(logs: Path, events: object) -> AsyncIterator[ScriptedHost]:
+async def scripted_host(logs: Path, *_: object) -> AsyncIterator[ScriptedHost]:
     tensors = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in SPECS}
     engines = {
         f"engine-{i}": ScriptedEngine(tensors, latency=Latency(token_s=0.002, mean_tokens=6), vocab_size=64)
