@@ -74,6 +74,7 @@ class Rig:
 
         class Controller:
             router_url = ROUTER
+            open_engine = None
 
             def __init__(self, config: Any, **how: Any) -> None:
                 rig.note("controller made")

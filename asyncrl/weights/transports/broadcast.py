@@ -129,10 +129,12 @@ class BroadcastTransport:
     async def aclose(self) -> None:
         """Leaves all groups. Engines that go on after the job leave them too, so that they keep nothing of it."""
         self._stop("the transfer was given up")
-        await self._leave(tuple(self._links))
-        engines = [link.engine for link in self._left.values() if link.engine.external]
-        async with open_clients(self._open_engine, engines) as clients:
-            await self._part_from_left(clients)
+        try:
+            await self._leave(tuple(self._links))
+        finally:  # engines leave also where a rank of the trainer has failed
+            engines = [link.engine for link in self._left.values() if link.engine.external]
+            async with open_clients(self._open_engine, engines) as clients:
+                await self._part_from_left(clients)
 
     def _stop(self, reason: str) -> None:
         self._stopped = reason
