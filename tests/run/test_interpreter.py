@@ -51,6 +51,13 @@ def test_what_thousands_of_requests_hold_causes_no_collection() -> None:
     assert seen == [] and len(held) == 90_000
 
 
+def test_a_pause_without_garbage_does_not_walk_through_the_frozen_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.settle()
+    for name in ("collect", "get_freeze_count", "get_objects"):  # each visits every one of them
+        monkeypatch.setattr(gc, name, lambda: pytest.fail("the engines stand still meanwhile"))
+    interpreter.tidy()
+
+
 def test_garbage_does_not_pile_up_without_an_update_of_the_weights() -> None:
     interpreter.settle()
     last: set[weakref.ref[Cycle]] = set()
