@@ -121,7 +121,8 @@ class Checkpoints:
         """A signal has ended the loop: saves all steps since the last checkpoint, the step in progress included.
 
         A checkpoint is not begun where the last one took longer than there is time for. On shared GPUs the trainer gets
-        its turn first, wherever the loop was. Says what was saved, or was not. An AsyncRLError is not raised, but said too.
+        its turn first, wherever the loop was. Says what was saved, or was not. An AsyncRLError is said, and not
+        raised.
         """
         now, patience_s = self._trainer.statistics(), self._job.config.run.checkpoint_grace_s
         if now.failure is not None:
