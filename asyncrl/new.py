@@ -14,6 +14,7 @@ LOOPS = {"train": "train.py", "train_async": "train_async.py", "own": "own_loop.
 
 _PATHS = {
     'dir = "runs/demo"': 'dir = "runs/first"',
+    "runs/demo-2, runs/demo-3": "runs/first-2, runs/first-3",
     'function = "exact_match"': 'function = "rewards:score"             # of rewards.py beside this file',
 }
 

@@ -147,7 +147,7 @@ class ServedModel:
         if status is None or status in _BUSY:
             return None
         if status != 200:
-            raise ServedModelError(f"the model {self.name!r} refuses: HTTP {status}: {_shown(answer)}")
+            raise ServedModelError(f"the model {self.name!r} refuses: {_refusal(status, answer)}")
         try:
             return question.read(json.loads(answer))
         except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
@@ -184,6 +184,17 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 def _pauses() -> Iterator[float]:
     return itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
+
+
+def _refusal(status: int, answer: bytes) -> str:
+    """Why the model does not answer: the message of the error that it sends, or what came instead of one."""
+    if b"tokenizer.chat_template is not set" in answer:
+        return "its tokenizer has no chat template; ask it by complete or complete_async"
+    try:
+        message = json.loads(answer)["message"].encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        message = answer
+    return f"HTTP {status}: {_shown(message)}"
 
 
 def _shown(answer: bytes) -> str:

@@ -69,6 +69,7 @@ def test_what_is_written_to_begin_with_runs_as_it_is(installed: Path, tmp_path: 
     report = run(installed, mine, LOOPS[loop], "@", "recipe.toml", "--dry-run")
     assert "rewards:score" in report and "runs/first" in report
     assert "entrypoints" not in (mine / LOOPS[loop]).read_text()
+    assert "runs/demo-2" not in (mine / "recipe.toml").read_text()
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

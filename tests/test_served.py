@@ -85,6 +85,21 @@ async def test_a_full_queue_is_waited_out_and_a_refusal_is_not(how: str) -> None
         assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"object": "error", "message": "max_tokens is too large", "code": 400}, "HTTP 400: max_tokens is too large"),
+        ({"message": "tokenizer.chat_template is not set and no ..."}, "its tokenizer has no chat template; ask it by"),
+        ({"message": None}, r'HTTP 400: \{"message": null\}'),
+        (["message"], r'HTTP 400: \["message"\]'),
+    ],
+)
+async def test_a_refusal_is_told_by_its_message(answer: Any, told: str) -> None:
+    async with judge(lambda *request: (400, answer)):
+        with pytest.raises(ServedModelError, match=rf"'judge' refuses: {told}"):
+            await ask("async", "chat", "good?")
+
+
 @pytest.mark.parametrize("how", ["sync", "async"])
 async def test_a_call_ends_in_time_whatever_the_model_does(how: str) -> None:
     async with judge(lambda *request: (503, "full")):

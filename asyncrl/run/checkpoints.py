@@ -121,7 +121,8 @@ class Checkpoints:
         """A signal has ended the loop: saves all steps since the last checkpoint, the step in progress included.
 
         A checkpoint is not begun where the last one took longer than there is time for. On shared GPUs the trainer gets
-        its turn first, wherever the loop was. Says what was not saved. An AsyncRLError is not raised, but said too.
+        its turn first, wherever the loop was. Says what was saved, or was not. An AsyncRLError is said, and not
+        raised.
         """
         now, patience_s = self._trainer.statistics(), self._job.config.run.checkpoint_grace_s
         if now.failure is not None:
@@ -154,16 +155,24 @@ class Checkpoints:
                     told = f"stopped while the checkpoint of step {step} was still being written after {patience_s:g} s"
                 self._job.record.note(told)
                 self._job.events.emit(FaultSeen(component="checkpoint", what=told))
+            elif step > self._begun():
+                self._job.record.note(
+                    f"step {step} is saved: the same command with --run.if-exists resume goes on after it"
+                )
 
     def _tell_loss(self, step: int) -> None:
         """The job ends after `step` steps, and no checkpoint is kept."""
-        begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
-        if step > begun and not self._job.config.debug.rollout_only:
+        lost = step - self._begun()
+        if lost > 0 and not self._job.config.debug.rollout_only:
+            steps = f"{lost} steps" if lost > 1 else "step"
             self._job.record.note(
-                f"nothing was saved: no job can go on after the {step - begun} step(s) of this attempt, as "
-                f"checkpoint.every is 0; set it, or end a job with asyncrl stop {self._job.directory.path}, which "
-                "exports the policy"
+                f"no checkpoint was written, as checkpoint.every is 0: no job can go on after the {steps} of this "
+                f"attempt; set it, or end a job with asyncrl stop {self._job.directory.path}, which exports the policy"
             )
+
+    def _begun(self) -> int:
+        """The step after which this attempt began."""
+        return 0 if self._trainer.resumed is None else self._trainer.resumed.step
 
     async def _save(self, rollout_id: int, *, wait: bool) -> bool:
         """Whether a checkpoint of rollout `rollout_id` was begun, or with `wait` was written."""
@@ -177,8 +186,7 @@ class Checkpoints:
         if self._trainer.statistics().saving == self._trainer.statistics().step:
             await self._trainer.finish_checkpoint()
         now = self._trainer.statistics()
-        begun = 0 if self._trainer.resumed is None else self._trainer.resumed.step
-        return now.step in (begun, now.checkpoint and now.checkpoint.step)
+        return now.step in (self._begun(), now.checkpoint and now.checkpoint.step)
 
 
 def _file_of(executor: str, file: str) -> str:

@@ -96,7 +96,7 @@ class Trackers:
         except EngineError:  # the host has ended, which others tell
             return
         if not ended.requested and (ended.returncode or not self._ending):
-            why = f": {last[0]}" if (last := ended.log_tail.strip().splitlines()[-1:]) else ""
+            why = f": {last[0].rstrip('.')}" if (last := ended.log_tail.strip().splitlines()[-1:]) else ""
             what = f"ended with {ended.returncode}{why}. The run goes on"
             self._tell(name, f"{what}; {METRICS_FILE} has all metrics ({self._log(name)})")
 

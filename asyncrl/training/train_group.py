@@ -289,8 +289,9 @@ class TrainGroup:
             if self._ranks.unbroken:
                 await tried("the checkpoint in progress", self._checkpoints.finish, SHUTDOWN_TIMEOUT_S)
             if self._publisher is not None:
-                await tried("keeping the policy", partial(self._leave_policy, self._publisher), SHUTDOWN_TIMEOUT_S)
-                await tried("closing the weight transport", self._publisher.aclose, SHUTDOWN_TIMEOUT_S)
+                leave, close = partial(self._leave_policy, self._publisher), self._publisher.aclose
+                await tried("keeping the policy", leave, SHUTDOWN_TIMEOUT_S)
+                await tried("closing the weight transport", close, SHUTDOWN_TIMEOUT_S, self._ranks.failure)
             await self._ranks.end()
         self._checkpoints.close()
 

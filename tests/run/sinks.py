@@ -43,4 +43,4 @@ class Failing:
     """Cannot be made."""
 
     def __init__(self, run: TrackedRun) -> None:
-        raise ValueError("not logged in")
+        raise ValueError("not logged in.")

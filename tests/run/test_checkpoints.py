@@ -65,7 +65,7 @@ async def test_an_attempt_that_finds_no_checkpoint_says_that_it_begins_anew(tmp_
     assert note.endswith(" before left is kept in export.attempt-0, summary.attempt-0.json")
 
 
-@pytest.mark.parametrize(("step", "lost"), [(7, "3 step(s)"), (4, "")])
+@pytest.mark.parametrize(("step", "lost"), [(7, "3 steps of"), (5, "step of"), (4, "")])
 async def test_a_signal_where_no_checkpoints_are_kept_tells_what_is_lost(step: int, lost: str) -> None:
     calls: list[str] = []
     job = a_job()
@@ -74,7 +74,8 @@ async def test_a_signal_where_no_checkpoints_are_kept_tells_what_is_lost(step: i
     assert calls == [] and len(job.record.notes) == bool(lost)
     if lost:
         (note,) = job.record.notes
-        assert note.startswith(f"nothing was saved: no job can go on after the {lost} of this attempt, as checkpoint.")
+        assert note.startswith("no checkpoint was written, as checkpoint.every is 0: ")
+        assert f"no job can go on after the {lost} this attempt; set it" in note
         assert "asyncrl stop runs/mine" in note
 
 
@@ -111,6 +112,7 @@ async def test_what_a_resumed_job_had_not_ended_in_its_checkpoint_is_rolled_back
     assert [(event["step"], event["group_ids"]) for event in told] == [(1, ["00000001", "00000002"])]
 
 
+GOES_ON = "step 7 is saved: the same command with --run.if-exists resume goes on after it"
 WITH_THE_CRITIC = RolloutError("rollout 6 was delivered and not committed")
 
 
@@ -133,7 +135,7 @@ WITH_THE_CRITIC = RolloutError("rollout 6 was delivered and not committed")
 async def test_a_job_that_a_signal_stops_is_saved_if_there_is_something_to_save_and_time_for_it(
     step: int, newest: Written | None, how: dict[str, Any], told: str | None
 ) -> None:
-    """`told`: None where it is saved, else why not; empty where nothing need be said."""
+    """`told`: None where it is saved now, else why not; empty where that is no news or it was saved before."""
     calls: list[str] = []
     colocated = how.get("colocated", False)
     job = a_job(colocated=colocated, checkpoint={"every": how.get("every", 3)}, run={"stop_grace_s": 12})
@@ -151,7 +153,10 @@ async def test_a_job_that_a_signal_stops_is_saved_if_there_is_something_to_save_
     if told is None:
         turn = TURN if colocated else []
         assert calls == ["trainer.settle", f"executor.settle {step} trainer", *turn, *SAVE]
-    assert job.record.notes == ([f"stopped without a checkpoint of step 7: {told}"] if told else [])
+    if trainer.failure or step == 4:
+        assert job.record.notes == []
+    else:
+        assert job.record.notes == [f"stopped without a checkpoint of step 7: {told}" if told else GOES_ON]
 
 
 class Saving(Trainer):
@@ -176,8 +181,8 @@ class Saving(Trainer):
 @pytest.mark.parametrize(
     ("ends", "saved", "told"),
     [
-        ("complete", False, []),
-        ("failed", True, []),
+        ("complete", False, [GOES_ON]),
+        ("failed", True, [GOES_ON]),
         ("hangs", False, ["stopped while the checkpoint of step 7 was still being written after 0.05 s"]),
     ],
 )

@@ -50,10 +50,17 @@ def error_of_hung(stacks: Mapping[int, str | None], what: str, timeout_s: float)
     return TrainerError("\n".join(lines))
 
 
-async def tried(what: str, step: Callable[[], Awaitable[object]], timeout_s: float) -> None:
-    """One step of a disposal: logs its failure or timeout, so that the next step follows."""
+async def tried(
+    what: str, step: Callable[[], Awaitable[object]], timeout_s: float, known: BaseException | None = None
+) -> None:
+    """One step of a disposal: logs its failure or timeout, so that the next step follows.
+
+    `known` is the failure that ends the job. It is told there, and not here too.
+    """
     try:
         with waiting(what, "trainer", timeout_s):
             await step()
     except Exception as error:
+        if known is not None and str(error) == str(known):
+            return
         _log.warning("the trainer did not end in order", step=what, error=f"{type(error).__name__}: {error}")
