@@ -53,7 +53,7 @@ def standalone_engine(
         context_length=settings.context_length,
     )
     scratch = Path(tempfile.gettempdir())
-    threads = threads_on_cpu(machine, ranks).engine if device == "cpu" else None
+    threads = threads_on_cpu(machine, ranks).engine_beside_trainer if device == "cpu" else None
     return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
 
 
