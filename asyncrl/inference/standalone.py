@@ -7,6 +7,7 @@ costs no start of an engine.
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -58,8 +59,22 @@ def standalone_engine(
 
 
 def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> None:
-    """Becomes that engine; does not return."""
+    """Becomes that engine; does not return. Raises ConfigError also where one of its ports is taken."""
+    for needed in range(port, port + 3):
+        _check_free(host, needed)
     argv, environment = standalone_engine(settings, port=port, host=host, machine=Machine.detect())
     url = f"http://{host}:{port}"
     print(f"engine of {settings.path} at {url}; a job takes it with --engine.external {url}", flush=True)
     os.execve(argv[0], argv, os.environ | environment)
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port: the engine cannot listen at {host}:{port} ({error.strerror}); it needs the port that is given "
+                "and the two after it"
+            ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from asyncrl import cli
 from asyncrl.config.machine import Machine
 from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.inference.standalone import standalone_engine
+from asyncrl.inference.standalone import run_engine, standalone_engine
 
 CPU = Machine(world_size=1, local_world_size=1)
 GPUS = Machine(world_size=1, local_world_size=1, gpus=("GPU-a", "GPU-b"))
@@ -44,6 +45,15 @@ def test_what_cannot_start_is_refused(model: Path, tmp_path: Path) -> None:
         launched(ServedModelConfig(path=tmp_path / "absent"), CPU)
     with pytest.raises(ConfigError, match="3 ranks need as many GPUs, and 2 are visible"):
         launched(ServedModelConfig(path=model, tensor_parallel=3), GPUS)
+
+
+def test_a_port_that_is_taken_is_named_before_the_engine_starts(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port: the engine cannot listen at 127.0.0.1:{port} "):
+            run_engine(ServedModelConfig(path=model), port=port - 1, host="127.0.0.1")
 
 
 def test_the_command_becomes_the_engine_and_says_how_a_job_takes_it(
