@@ -75,6 +75,6 @@ def _check_free(host: str, port: int) -> None:
             listener.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"--port: the engine cannot listen at {host}:{port} ({error.strerror}); it needs the port that is given "
-                "and the two after it"
+                f"--port: the engine cannot listen at {host}:{port} ({error.strerror}); it needs that port and the "
+                "next two"
             ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ GPUS = Machine(world_size=1, local_world_size=1, gpus=("GPU-a", "GPU-b"))
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
+
+
+def three_free_ports() -> int:
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                for offset in (1, 2):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except OSError:
+                continue
+            return port
 
 
 def launched(settings: ServedModelConfig, machine: Machine) -> tuple[str, dict[str, str]]:
@@ -59,12 +74,12 @@ def test_a_port_that_is_taken_is_named_before_the_engine_starts(model: Path) -> 
 def test_the_command_becomes_the_engine_and_says_how_a_job_takes_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    became: list[Any] = []
+    port, became = three_free_ports(), list[Any]()
     monkeypatch.setattr(os, "execve", lambda *how: became.append(how))
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "engine", str(model), "--port", "31000", "--context-length", "256"])
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "engine", str(model), "--port", str(port), "--context-length", "256"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cli.main()
     [(program, argv, environment)] = became
     assert program == sys.executable and "--context-length 256" in " ".join(argv)
     assert environment["PATH"] == os.environ["PATH"] and environment["SGLANG_PLATFORM"] == "asyncrl_cpu"
-    assert "--engine.external http://127.0.0.1:31000" in capsys.readouterr().out
+    assert f"--engine.external http://127.0.0.1:{port}" in capsys.readouterr().out
