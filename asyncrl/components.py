@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
+from asyncrl.data.staleness import overlaps
 from asyncrl.driver import run_job
 from asyncrl.errors import ConfigError
 from asyncrl.run.job import Job
@@ -41,15 +42,18 @@ async def start_run(job: Job, *, generates_ahead: bool = False) -> Run:
     if generates_ahead:
         job.turns.check_overlap()
     with job.record.phase("startup"):
-        components = await create_rollout_components(job)
+        components = await create_rollout_components(job, generates_ahead=generates_ahead)
         trainer = await create_train_group(job, components)
     return await Run.start(job, components, trainer, generates_ahead=generates_ahead)
 
 
-async def create_rollout_components(job: Job, trainers: Sequence[str] = ("trainer",)) -> RolloutComponents:
+async def create_rollout_components(
+    job: Job, trainers: Sequence[str] = ("trainer",), *, generates_ahead: bool = False
+) -> RolloutComponents:
     """Starts engines and router, and the executor in front of them; returns while the engines still boot.
 
-    Where several `trainers` train on every batch, each names itself in `executor.get` and `executor.commit`.
+    Where several `trainers` train on every batch, each names itself in `executor.get` and `executor.commit`. Engines of
+    a loop that `generates_ahead` leave cores to the trainer, on a CPU.
     Raises ConfigError, ModelError, DataError or RewardError for what the user can mend.
     """
     from asyncrl.control.server import serve_control
@@ -68,6 +72,7 @@ async def create_rollout_components(job: Job, trainers: Sequence[str] = ("traine
         layout=job.layout,
         model_path=job.config.model.path,
         run_dir=job.directory.path,
+        overlaps=generates_ahead and overlaps(job.config),
     )
     job.disposal.push_async_callback(controller.dispose)
     await controller.start(job.task_group)

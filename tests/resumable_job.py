@@ -128,7 +128,7 @@ async def _run(config: Config, entrypoint: str, kill: tuple[int, float] | None) 
             )
             await executor.start(tasks)
 
-            async def create_rollout_components(job: Any) -> Any:
+            async def create_rollout_components(job: Any, **how: Any) -> Any:
                 return RolloutComponents(Controller(), executor, executor.get_num_rollout_per_epoch())  # type: ignore[arg-type]
 
             async def create_train_group(job: Any, components: Any) -> Any:

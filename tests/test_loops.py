@@ -51,7 +51,7 @@ async def run(
         job = a_job(tasks, colocated=colocated, **config)
         calls = Calls(job.stop, stop_after)
 
-        async def create_rollout_components(job: Any) -> Any:
+        async def create_rollout_components(job: Any, **how: Any) -> Any:
             return RolloutComponents(Engines(calls), Executor(calls), per_epoch)  # type: ignore[arg-type]
 
         async def create_train_group(job: Any, components: Any) -> Any:

@@ -108,7 +108,7 @@ class Life:
     async def run(self, entrypoint: str, config: Config, events: EventLog, log: Path) -> None:
         loop, trainer = load_loop(entrypoint), self.trainer
 
-        async def create_rollout_components(job: Any) -> RolloutComponents:
+        async def create_rollout_components(job: Any, **how: Any) -> RolloutComponents:
             return RolloutComponents(self.rig.fleet.controller, self.executor, None)
 
         async def create_train_group(job: Any, components: RolloutComponents) -> Trainer:

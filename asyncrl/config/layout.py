@@ -110,7 +110,9 @@ class Threads:
     trainer_beside_engines: int
     """A trainer rank that trains while engines generate."""
     engine: int
-    """A tensor-parallel rank of an engine."""
+    """A tensor-parallel rank of an engine that generates while no rank trains."""
+    engine_beside_trainer: int
+    """A tensor-parallel rank of an engine that generates while the trainer trains, or at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +141,24 @@ class ProcessLayout:
     threads: Threads | None = None
     """On CPU; None on GPUs, where torch's own choice holds."""
 
-    def trainer_threads(self, *, beside_engines: bool) -> int | None:
+    def trainer_threads(self, *, overlaps: bool) -> int | None:
         """With how many threads a trainer rank computes; None leaves it to torch.
 
-        `beside_engines`: engines generate while it trains.
+        `overlaps`: engines generate while it trains.
         """
         if self.threads is None:
             return None
-        return self.threads.trainer_beside_engines if beside_engines else self.threads.trainer
+        return self.threads.trainer_beside_engines if overlaps else self.threads.trainer
+
+    def engine_threads(self, engine_id: str, *, overlaps: bool) -> int | None:
+        """With how many threads a rank of this engine computes; None on GPUs.
+
+        Engines that do not serve the trained model may have to answer at any time.
+        """
+        if self.threads is None:
+            return None
+        in_turn = not overlaps and any(engine.engine_id == engine_id for engine in self.engines)
+        return self.threads.engine if in_turn else self.threads.engine_beside_trainer
 
     @property
     def transports(self) -> frozenset[Transport]:

@@ -83,3 +83,8 @@ class Bound:
             f"their staleness is {self.optimizer_steps} * ({rollout_id} - {step} + 1) - 1 = "
             f"{self.staleness(rollout_id, step)} optimizer steps, and rollout.max_staleness is {self.max_staleness}"
         )
+
+
+def overlaps(config: Config) -> bool:
+    """Whether engines generate while the trainer trains, in a loop that generates ahead: where the bound allows it."""
+    return Bound.of(config).batches > 0

@@ -47,8 +47,19 @@ class ServedModel:
 class Builder:
     """Makes the engines and routers of one controller. It starts none of them."""
 
-    def __init__(self, config: Config, layout: ProcessLayout, *, hosts: Hosts, run_dir: Path, events: EventLog) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: ProcessLayout,
+        *,
+        hosts: Hosts,
+        run_dir: Path,
+        events: EventLog,
+        overlaps: bool = False,
+    ) -> None:
+        """`overlaps`: engines generate while the trainer trains."""
         self._config = config
+        self._overlaps = overlaps
         self._layout = layout
         self._hosts = hosts
         self._run_dir = run_dir
@@ -136,7 +147,7 @@ class Builder:
             env={
                 **engine_environment(
                     placement,
-                    threads=None if self._layout.threads is None else self._layout.threads.engine,
+                    threads=self._layout.engine_threads(placement.engine_id, overlaps=self._overlaps),
                     cores=cores,
                     scratch=scratch,
                 ),

@@ -47,13 +47,17 @@ class InferenceController:
         layout: ProcessLayout,
         model_path: Path,
         run_dir: Path,
+        overlaps: bool = False,
     ) -> None:
-        """Nothing is started yet; engines will serve the model in directory `model_path`."""
+        """Nothing is started yet; engines will serve the model in directory `model_path`.
+
+        `overlaps`: they generate while the trainer trains, so that both share the cores of a CPU.
+        """
         self._config = config
         self._events = events
         self._layout = layout
         self._model_path = model_path
-        self._builder = Builder(config, layout, hosts=hosts, run_dir=run_dir, events=events)
+        self._builder = Builder(config, layout, hosts=hosts, run_dir=run_dir, events=events, overlaps=overlaps)
         self._monitoring = HealthMonitoring()
         self._weights_check = WeightsCheck()
         self._parts: FleetParts | None = None

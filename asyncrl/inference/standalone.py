@@ -7,6 +7,7 @@ costs no start of an engine.
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -53,13 +54,27 @@ def standalone_engine(
         context_length=settings.context_length,
     )
     scratch = Path(tempfile.gettempdir())
-    threads = threads_on_cpu(machine, ranks).engine if device == "cpu" else None
+    threads = threads_on_cpu(machine, ranks).engine_beside_trainer if device == "cpu" else None
     return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
 
 
 def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> None:
-    """Becomes that engine; does not return."""
+    """Becomes that engine; does not return. Raises ConfigError also where one of its ports is taken."""
+    for needed in range(port, port + 3):
+        _check_free(host, needed)
     argv, environment = standalone_engine(settings, port=port, host=host, machine=Machine.detect())
     url = f"http://{host}:{port}"
     print(f"engine of {settings.path} at {url}; a job takes it with --engine.external {url}", flush=True)
     os.execve(argv[0], argv, os.environ | environment)
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port: the engine cannot listen at {host}:{port} ({error.strerror}); it needs that port and the "
+                "next two"
+            ) from error

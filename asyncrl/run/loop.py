@@ -35,7 +35,7 @@ import anyio.to_thread
 
 from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
-from asyncrl.data.staleness import Bound
+from asyncrl.data.staleness import overlaps
 from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
@@ -135,8 +135,8 @@ class Run:
     async def _begin(self) -> None:
         job = self.job
         job.pauses.add(self.executor)
-        overlaps = self._generates_ahead and Bound.of(job.config).batches > 0
-        threads = job.layout.trainer_threads(beside_engines=overlaps)
+        overlapping = self._generates_ahead and overlaps(job.config)
+        threads = job.layout.trainer_threads(overlaps=overlapping)
         self.first = self._trained = self._published = await self.trainer.init(threads=threads)
         republishing = job.background.start("republication of lost weights", self._republication.serve)
         job.disposal.push_async_callback(republishing.end)

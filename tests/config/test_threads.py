@@ -11,28 +11,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config import Config
 from asyncrl.config.layout import Threads
 from asyncrl.config.machine import Machine, omp_threads_of_user
+from asyncrl.config.placement.rules import plan_layout
 from asyncrl.config.placement.threads import threads_on_cpu
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "engine_ranks", "expected"),
-    [
-        (2, 1, 1, Threads(trainer=2, trainer_beside_engines=1, engine=1)),
-        (16, 1, 1, Threads(trainer=16, trainer_beside_engines=15, engine=1)),
-        (16, 4, 2, Threads(trainer=4, trainer_beside_engines=3, engine=1)),
-        (2, 2, 1, Threads(trainer=1, trainer_beside_engines=1, engine=1)),
-        (1, 1, 3, Threads(trainer=1, trainer_beside_engines=1, engine=1)),
+    ("cores", "ranks", "engine_ranks", "trainer", "engine"),
+    [  # each: while the other stands still, and while both compute
+        (2, 1, 1, (2, 1), (2, 1)),
+        (16, 1, 1, (16, 12), (4, 4)),
+        (16, 4, 2, (4, 2), (4, 4)),
+        (2, 2, 1, (1, 1), (2, 1)),
+        (2, 1, 2, (2, 1), (1, 1)),
+        (1, 1, 3, (1, 1), (1, 1)),
+        (4, 1, 0, (4, 4), (4, 2)),
     ],
 )
-def test_a_trainer_leaves_cores_to_engines_that_generate_beside_it(
-    cores: int, ranks: int, engine_ranks: int, expected: Threads
+def test_trainer_and_engines_share_the_cores_only_while_both_compute(
+    cores: int, ranks: int, engine_ranks: int, trainer: tuple[int, int], engine: tuple[int, int]
 ) -> None:
     machine = Machine(world_size=ranks, local_world_size=ranks, cpus=tuple(range(cores)))
-    assert threads_on_cpu(machine, engine_ranks) == expected
+    threads = threads_on_cpu(machine, engine_ranks)
+    assert (threads.trainer, threads.trainer_beside_engines) == trainer
+    assert (threads.engine, threads.engine_beside_trainer) == engine
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(0, 8))
@@ -40,13 +46,26 @@ def test_no_more_threads_compute_than_there_are_cores(cores: int, ranks: int, en
     threads = threads_on_cpu(Machine(ranks, ranks, cpus=tuple(range(cores))), engine_ranks)
     if cores >= ranks:
         assert threads.trainer * ranks <= cores
+    if cores >= engine_ranks:
+        assert threads.engine * engine_ranks <= cores
     if cores >= ranks + engine_ranks:
-        assert threads.trainer_beside_engines * ranks + threads.engine * engine_ranks <= cores
+        both = threads.trainer_beside_engines * ranks + threads.engine_beside_trainer * engine_ranks
+        assert both <= cores
 
 
 def test_the_users_own_setting_holds_for_trainer_and_engines() -> None:
     machine = Machine(cpus=tuple(range(16)), omp_threads=3)
-    assert threads_on_cpu(machine, 2) == Threads(3, 3, 3)
+    assert threads_on_cpu(machine, 2) == Threads(3, 3, 3, 3)
+
+
+def test_engines_of_another_model_leave_cores_at_any_time() -> None:
+    machine = Machine(cpus=tuple(range(4)))
+    config = Config.model_validate({"engine": {"num_engines": 1}, "models": {"judge": {"path": "judge"}}})
+    layout = plan_layout(config, machine)
+    (judge,) = layout.beside["judge"].engines
+    of_the_policy = [layout.engine_threads("engine-0", overlaps=overlaps) for overlaps in (False, True)]
+    of_the_judge = [layout.engine_threads(judge.engine_id, overlaps=overlaps) for overlaps in (False, True)]
+    assert (of_the_policy, of_the_judge) == ([4, 2], [2, 2])
 
 
 @pytest.mark.parametrize(

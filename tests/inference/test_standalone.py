@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from asyncrl import cli
 from asyncrl.config.machine import Machine
 from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.inference.standalone import standalone_engine
+from asyncrl.inference.standalone import run_engine, standalone_engine
 
 CPU = Machine(world_size=1, local_world_size=1)
 GPUS = Machine(world_size=1, local_world_size=1, gpus=("GPU-a", "GPU-b"))
@@ -23,6 +25,20 @@ GPUS = Machine(world_size=1, local_world_size=1, gpus=("GPU-a", "GPU-b"))
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
+
+
+def three_free_ports() -> int:
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                for offset in (1, 2):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except OSError:
+                continue
+            return port
 
 
 def launched(settings: ServedModelConfig, machine: Machine) -> tuple[str, dict[str, str]]:
@@ -46,15 +62,24 @@ def test_what_cannot_start_is_refused(model: Path, tmp_path: Path) -> None:
         launched(ServedModelConfig(path=model, tensor_parallel=3), GPUS)
 
 
+def test_a_port_that_is_taken_is_named_before_the_engine_starts(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port: the engine cannot listen at 127.0.0.1:{port} "):
+            run_engine(ServedModelConfig(path=model), port=port - 1, host="127.0.0.1")
+
+
 def test_the_command_becomes_the_engine_and_says_how_a_job_takes_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    became: list[Any] = []
+    port, became = three_free_ports(), list[Any]()
     monkeypatch.setattr(os, "execve", lambda *how: became.append(how))
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "engine", str(model), "--port", "31000", "--context-length", "256"])
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "engine", str(model), "--port", str(port), "--context-length", "256"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cli.main()
     [(program, argv, environment)] = became
     assert program == sys.executable and "--context-length 256" in " ".join(argv)
     assert environment["PATH"] == os.environ["PATH"] and environment["SGLANG_PLATFORM"] == "asyncrl_cpu"
-    assert "--engine.external http://127.0.0.1:31000" in capsys.readouterr().out
+    assert f"--engine.external http://127.0.0.1:{port}" in capsys.readouterr().out

@@ -174,7 +174,7 @@ def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None =
     """A job without processes; `sections` are of its configuration. Its background work lives in `tasks`."""
     config = config or Config.model_validate(sections)
     layout = SimpleNamespace(
-        colocated=colocated, dtype="float32", trainer_threads=lambda *, beside_engines: 1 if beside_engines else 2
+        colocated=colocated, dtype="float32", trainer_threads=lambda *, overlaps: 1 if overlaps else 2
     )
     record, pauses = Record(), Pauses()
     return SimpleNamespace(

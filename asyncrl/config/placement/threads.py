@@ -2,9 +2,10 @@
 
 Invariants
 - What the user says in OMP_NUM_THREADS holds for trainer ranks and engines alike.
-- A trainer that has the machine to itself uses all cores. One that trains while engines generate leaves each engine its
-  threads: with more threads than cores, trainer and engine take turns at every parallel region and both lose.
-- An engine has one thread a rank. Small models get slower with more, and two engines that share cores stand still.
+- Whoever has the machine to itself uses its cores: the trainer while engines stand still, and engines while it does. An
+  engine rank uses at most `_MOST_OF_AN_ENGINE`, since small models gain nothing from more.
+- Where both compute at once (`train_async.py`), engines get half of the cores at most, and the trainer the others. With
+  more threads than cores, both wait for each other at every parallel region, and two engines stand still.
 - Ranks of a node share its cores evenly. Every count is at least 1.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from asyncrl.config.layout import Threads
 from asyncrl.config.machine import Machine
 
-_ENGINE = 1
+_MOST_OF_AN_ENGINE = 4
 
 
 def threads_on_cpu(machine: Machine, engine_ranks: int) -> Threads:
@@ -22,7 +23,16 @@ def threads_on_cpu(machine: Machine, engine_ranks: int) -> Threads:
     `engine_ranks`: tensor-parallel ranks of all engines that share the cores with the trainer.
     """
     if machine.omp_threads is not None:
-        return Threads(machine.omp_threads, machine.omp_threads, machine.omp_threads)
-    cores, ranks = len(machine.cpus), machine.local_world_size
-    beside = max((cores - engine_ranks * _ENGINE) // ranks, 1)
-    return Threads(trainer=max(cores // ranks, 1), trainer_beside_engines=beside, engine=_ENGINE)
+        return Threads(*[machine.omp_threads] * 4)
+    cores, ranks, engines = len(machine.cpus), machine.local_world_size, max(engine_ranks, 1)
+    beside = _of_an_engine(cores // 2 // engines)
+    return Threads(
+        trainer=max(cores // ranks, 1),
+        trainer_beside_engines=max((cores - engine_ranks * beside) // ranks, 1),
+        engine=_of_an_engine(cores // engines),
+        engine_beside_trainer=beside,
+    )
+
+
+def _of_an_engine(share: int) -> int:
+    return min(max(share, 1), _MOST_OF_AN_ENGINE)

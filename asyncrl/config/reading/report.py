@@ -50,7 +50,7 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
     for engine in layout.engines:
         shared = ", shares its GPU with the trainer" if engine.colocated else ""
         cores = f", cores {','.join(map(str, config.engine.cpus))}" if config.engine.cpus is not None else ""
-        threads = "" if layout.threads is None else f", {layout.threads.engine} thread(s) a rank"
+        threads = "" if layout.threads is None else f", {_engine_threads(layout, engine.engine_id)} a rank"
         what = f"tensor parallel {engine.tensor_parallel}, weights by {engine.transport}{shared}{cores}{threads}"
         add(engine.engine_id, engine.node, engine.gpus, what)
     lines.extend(
@@ -72,7 +72,15 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
 
 
 def _threads(layout: ProcessLayout) -> str:
-    """`2 thread(s), 1 where engines generate meanwhile`."""
-    alone, beside = (layout.trainer_threads(beside_engines=beside) for beside in (False, True))
-    also = f", {beside} where engines generate meanwhile" if layout.engines and beside != alone else ""
-    return f"{alone} thread(s){also}"
+    """`2 thread(s) (1 where both work at once)`."""
+    return _in_turn_or_not([layout.trainer_threads(overlaps=overlaps) for overlaps in (False, True)], layout)
+
+
+def _engine_threads(layout: ProcessLayout, engine_id: str) -> str:
+    return _in_turn_or_not([layout.engine_threads(engine_id, overlaps=overlaps) for overlaps in (False, True)], layout)
+
+
+def _in_turn_or_not(counts: Sequence[int | None], layout: ProcessLayout) -> str:
+    in_turn, overlapping = counts
+    also = f" ({overlapping} where both work at once)" if layout.engines and overlapping != in_turn else ""
+    return f"{in_turn} thread(s){also}"
