@@ -86,6 +86,7 @@ def last_event(ended: Ended) -> dict[str, object]:
 def test_a_signal_while_the_program_is_imported_is_one_line(imported: str) -> None:
     program = f"""
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without it
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {imported!r}:
@@ -98,7 +99,8 @@ from asyncrl.components import run_job
 
 
 def test_a_signal_in_code_of_the_user_keeps_its_traceback() -> None:
-    program = "import asyncrl.errors, os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+    handled = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"import asyncrl.errors, os, signal\n{handled}\nos.kill(os.getpid(), signal.SIGINT)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S)
     assert done.returncode == -signal.SIGINT and "Traceback" in done.stderr
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import anyio
 import anyio.abc
@@ -83,6 +84,10 @@ class FakeController:
         self._book = LeaseBook()
         self._disposed = False
         self._health_paused = False
+
+    def open_engine(self, engine_id: str, url: str) -> NoReturn:
+        """There is nothing at the URLs."""
+        raise LookupError(f"{engine_id} is a fake")
 
     async def start(self, task_group: anyio.abc.TaskGroup) -> None:
         """Nothing to start."""

@@ -8,7 +8,7 @@ engine take that of the fleet as an external one (`shared_engine`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from asyncrl.inference import building
 from asyncrl.inference.controller import InferenceController
 from asyncrl.inference.sglang.engine_api import Checksums, EngineApi
 from asyncrl.observability.events import EventLog
-from asyncrl.run_directory.engine_key import key_file
+from asyncrl.run_directory.engine_key import key_file, make_key
 from tests.tiny_model import write_tiny_qwen3
 
 
@@ -101,9 +101,8 @@ async def started_fleet(
 
     Its engines have no key: tests speak to them as they are, and whole jobs take them as external ones.
     """
-    with mock.patch.object(building, "make_key", without_key):
-        async with private_fleet(models, run_dir, health=health, **engine) as fleet:
-            yield fleet
+    async with private_fleet(models, run_dir, health=health, make_key=without_key, **engine) as fleet:
+        yield fleet
 
 
 def without_key(run_dir: Path) -> None:
@@ -112,7 +111,12 @@ def without_key(run_dir: Path) -> None:
 
 @asynccontextmanager
 async def private_fleet(
-    models: tuple[Path, Path], run_dir: Path, *, health: Mapping[str, Any] | None = None, **engine: Any
+    models: tuple[Path, Path],
+    run_dir: Path,
+    *,
+    health: Mapping[str, Any] | None = None,
+    make_key: Callable[[Path], str | None] = make_key,
+    **engine: Any,
 ) -> AsyncIterator[RealFleet]:
     """The same as a job starts it: its engines have the job's key."""
     config = fleet_config(models[0], run_dir, health=health, **engine)
@@ -135,7 +139,8 @@ async def private_fleet(
                 shared.failures.extend(group.exceptions)
 
         async with anyio.create_task_group() as outer:
-            await outer.start(run)
+            with mock.patch.object(building, "make_key", make_key):
+                await outer.start(run)
             try:
                 await controller.wait_ready()
                 shared.loaded = await controller.check_weights("checksum")
