@@ -113,6 +113,8 @@ class Threads:
     """A tensor-parallel rank of an engine that generates while no rank trains."""
     engine_beside_trainer: int
     """A tensor-parallel rank of an engine that generates while the trainer trains, or at any time."""
+    small_engine: int
+    """A rank of an engine whose model is small, at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +152,15 @@ class ProcessLayout:
             return None
         return self.threads.trainer_beside_engines if overlaps else self.threads.trainer
 
-    def engine_threads(self, engine_id: str, *, overlaps: bool) -> int | None:
+    def engine_threads(self, engine_id: str, *, overlaps: bool, small: bool = False) -> int | None:
         """With how many threads a rank of this engine computes; None on GPUs.
 
-        Engines that do not serve the trained model may have to answer at any time.
+        Engines that do not serve the trained model may have to answer at any time. `small`: the engine's model is.
         """
         if self.threads is None:
             return None
+        if small:
+            return self.threads.small_engine
         in_turn = not overlaps and any(engine.engine_id == engine_id for engine in self.engines)
         return self.threads.engine if in_turn else self.threads.engine_beside_trainer
 

@@ -44,6 +44,9 @@ class ServedModel:
     frozen: bool = False
 
 
+_SMALL_BYTES = 100_000_000
+
+
 class Builder:
     """Makes the engines and routers of one controller. It starts none of them."""
 
@@ -147,7 +150,9 @@ class Builder:
             env={
                 **engine_environment(
                     placement,
-                    threads=self._layout.engine_threads(placement.engine_id, overlaps=self._overlaps),
+                    threads=self._layout.engine_threads(
+                        placement.engine_id, overlaps=self._overlaps, small=is_small(model.path)
+                    ),
                     cores=cores,
                     scratch=scratch,
                 ),
@@ -185,3 +190,8 @@ class Builder:
     def _open_session(self) -> aiohttp.ClientSession:
         assert self._session is not None, "the builder was not opened"
         return self._session
+
+
+def is_small(model: Path) -> bool:
+    """Whether the model's weights take less than 100 MB on disk."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) < _SMALL_BYTES

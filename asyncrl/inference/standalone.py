@@ -16,6 +16,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.inference.building import is_small
 from asyncrl.inference.engines.ports import EnginePorts
 from asyncrl.inference.sglang.launch import engine_argv, engine_environment
 
@@ -54,7 +55,10 @@ def standalone_engine(
         context_length=settings.context_length,
     )
     scratch = Path(tempfile.gettempdir())
-    threads = threads_on_cpu(machine, ranks).engine_beside_trainer if device == "cpu" else None
+    threads = None
+    if device == "cpu":
+        shares = threads_on_cpu(machine, ranks)
+        threads = shares.small_engine if is_small(settings.path) else shares.engine_beside_trainer
     return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
 
 

@@ -55,7 +55,7 @@ def test_no_more_threads_compute_than_there_are_cores(cores: int, ranks: int, en
 
 def test_the_users_own_setting_holds_for_trainer_and_engines() -> None:
     machine = Machine(cpus=tuple(range(16)), omp_threads=3)
-    assert threads_on_cpu(machine, 2) == Threads(3, 3, 3, 3)
+    assert threads_on_cpu(machine, 2) == Threads(3, 3, 3, 3, 3)
 
 
 def test_engines_of_another_model_leave_cores_at_any_time() -> None:
@@ -66,6 +66,7 @@ def test_engines_of_another_model_leave_cores_at_any_time() -> None:
     of_the_policy = [layout.engine_threads("engine-0", overlaps=overlaps) for overlaps in (False, True)]
     of_the_judge = [layout.engine_threads(judge.engine_id, overlaps=overlaps) for overlaps in (False, True)]
     assert (of_the_policy, of_the_judge) == ([4, 2], [2, 2])
+    assert layout.engine_threads("engine-0", overlaps=False, small=True) == 1
 
 
 @pytest.mark.parametrize(

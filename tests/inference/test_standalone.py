@@ -62,6 +62,18 @@ def test_what_cannot_start_is_refused(model: Path, tmp_path: Path) -> None:
         launched(ServedModelConfig(path=model, tensor_parallel=3), GPUS)
 
 
+def test_a_small_model_has_one_thread_and_a_large_one_its_share(model: Path) -> None:
+    machine = Machine(cpus=tuple(range(8)))
+    weights = model / "model.safetensors"
+    for size, threads in ((99_000_000, "1"), (100_000_000, "4")):
+        with weights.open("wb") as file:
+            file.truncate(size)
+        assert launched(ServedModelConfig(path=model), machine)[1]["OMP_NUM_THREADS"] == threads
+    machine = Machine(cpus=tuple(range(8)), omp_threads=2)
+    weights.unlink()
+    assert launched(ServedModelConfig(path=model), machine)[1]["OMP_NUM_THREADS"] == "2"
+
+
 def test_a_port_that_is_taken_is_named_before_the_engine_starts(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

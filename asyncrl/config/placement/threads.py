@@ -2,8 +2,10 @@
 
 Invariants
 - What the user says in OMP_NUM_THREADS holds for trainer ranks and engines alike.
-- Whoever has the machine to itself uses its cores: the trainer while engines stand still, and engines while it does. An
-  engine rank uses at most `_MOST_OF_AN_ENGINE`, since small models gain nothing from more.
+- Whoever has the machine to itself uses its cores: the trainer while engines stand still, and engines while it does, at
+  most `_MOST_OF_AN_ENGINE` a rank.
+- An engine of a small model has one thread. Its operations are short, and threads that meet after each of them take the
+  cores from its HTTP server, the router and the driver: a step of the demo waits 0.31 s in place of 0.23 s for samples.
 - Where both compute at once (`train_async.py`), engines get half of the cores at most, and the trainer the others. With
   more threads than cores, both wait for each other at every parallel region, and two engines stand still.
 - Ranks of a node share its cores evenly. Every count is at least 1.
@@ -23,7 +25,7 @@ def threads_on_cpu(machine: Machine, engine_ranks: int) -> Threads:
     `engine_ranks`: tensor-parallel ranks of all engines that share the cores with the trainer.
     """
     if machine.omp_threads is not None:
-        return Threads(*[machine.omp_threads] * 4)
+        return Threads(*[machine.omp_threads] * 5)
     cores, ranks, engines = len(machine.cpus), machine.local_world_size, max(engine_ranks, 1)
     beside = _of_an_engine(cores // 2 // engines)
     return Threads(
@@ -31,6 +33,7 @@ def threads_on_cpu(machine: Machine, engine_ranks: int) -> Threads:
         trainer_beside_engines=max((cores - engine_ranks * beside) // ranks, 1),
         engine=_of_an_engine(cores // engines),
         engine_beside_trainer=beside,
+        small_engine=1,
     )
 
 

@@ -50,7 +50,7 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
     for engine in layout.engines:
         shared = ", shares its GPU with the trainer" if engine.colocated else ""
         cores = f", cores {','.join(map(str, config.engine.cpus))}" if config.engine.cpus is not None else ""
-        threads = "" if layout.threads is None else f", {_engine_threads(layout, engine.engine_id)} a rank"
+        threads = "" if layout.threads is None else f", at most {_engine_threads(layout, engine.engine_id)} a rank"
         what = f"tensor parallel {engine.tensor_parallel}, weights by {engine.transport}{shared}{cores}{threads}"
         add(engine.engine_id, engine.node, engine.gpus, what)
     lines.extend(
