@@ -1,7 +1,7 @@
 """Attention for engines on CPU: PyTorch's own kernel, called for many sequences at once.
 
-SGLang's `torch_native` backend calls the kernel once for each sequence and layer. With small models these calls take
-most of an engine's time. Here sequences of a batch that need (nearly) equally much memory share one call.
+SGLang's `torch_native` backend calls the kernel once for each sequence and layer. With small models that takes about
+40 % of an engine's time. Here sequences of a batch that need (nearly) equally much memory share one call.
 
 Invariants
 - Decoding: sequences whose lengths lie within a quarter of each other share a call. Their keys are padded to the
