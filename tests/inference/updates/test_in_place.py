@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,12 +58,16 @@ async def publish(r: Rig, client: ClockedClient, version: str) -> None:
         client.clock.resume()
 
 
-async def through_updates(r: Rig, client: ClockedClient, versions: list[str], requests: int) -> list[Generation]:
-    """Publishes `versions` in the middle of so many generations, more of which begin after each; returns them all."""
-    generations: list[Generation] = []
+async def through_updates(r: Rig, client: ClockedClient, versions: list[str], requests: int) -> dict[str, Generation]:
+    """Publishes `versions` in the middle of so many generations, more of which begin after each.
+
+    Returns all of them by the id of their sample.
+    """
+    generations: dict[str, Generation] = {}
 
     async def one(number: int) -> None:
-        generations.append(await client.generate(f"{number:08d}.000", PROMPT, GREEDY))
+        sample_id = f"{number:08d}.000"
+        generations[sample_id] = await client.generate(sample_id, PROMPT, GREEDY)
 
     async with anyio.create_task_group() as tasks:
         for turn, version in enumerate(versions):
@@ -76,6 +81,16 @@ async def through_updates(r: Rig, client: ClockedClient, versions: list[str], re
 
 def makers(r: Rig) -> dict[str, list[str]]:
     return {rid: made for engine in r.fleet.engines for rid, made in engine.generation.makers.items()}
+
+
+def sample_of(rid: str) -> str:
+    """The sample whose only request has this id."""
+    return rid.partition("-")[2].rpartition(".")[0]
+
+
+def told_of(generation: Generation) -> list[str | None]:
+    """By token, the version that is told to have made it."""
+    return [span.version for span in generation.versions for _ in range(span.end - span.start)]
 
 
 async def test_running_requests_go_on_where_they_were(start_fleet: StartFleet) -> None:
@@ -92,8 +107,8 @@ async def test_running_requests_go_on_where_they_were(start_fleet: StartFleet) -
         r.source.before_tensor = look
         generations = await through_updates(r, client, ["0.1", "0.2"], requests=8)
         assert all(paused == "in_place" for paused, _ in seen) and any(running for _, running in seen)
-        assert [len(g.output_ids) for g in generations] == [TOKENS] * 16
-        assert any(len(g.versions) > 1 for g in generations)
+        assert [len(g.output_ids) for g in generations.values()] == [TOKENS] * 16
+        assert any(len(g.versions) > 1 for g in generations.values())
         assert r.complaints() == []
         for engine in r.fleet.engines:
             assert all(not update["flush_cache"] for update in engine.updates)
@@ -107,24 +122,15 @@ async def test_no_token_counts_with_newer_weights_than_those_that_made_it(start_
                 await publish(r, client, first)
                 before = set(makers(r))
                 generations = await through_updates(r, client, [second, third], requests=12)
-                made = [versions for rid, versions in makers(r).items() if rid not in before]
-            assert any(len(set(versions)) > 1 for versions in made), "none was in the middle"
-            by_tokens = (
-                sorted(made),
-                sorted(
-                    [span.version for span in g.versions for _ in range(span.end - span.start)] for g in generations
-                ),
-            )
-            newer = sum(
-                step_of(told) > step_of(true)  # type: ignore[operator]
-                for truths, told_all in zip(*by_tokens, strict=True)
-                for true, told in zip(truths, told_all, strict=True)
-            )
-            older = sum(
-                step_of(told) < step_of(true)  # type: ignore[operator]
-                for truths, told_all in zip(*by_tokens, strict=True)
-                for true, told in zip(truths, told_all, strict=True)
-            )
+                made = {sample_of(rid): truths for rid, truths in makers(r).items() if rid not in before}
+            assert any(len(set(truths)) > 1 for truths in made.values()), "none was in the middle"
+            pairs = [
+                (step_of(told), step_of(true))
+                for sample_id, g in generations.items()
+                for told, true in zip(told_of(g), made.pop(sample_id), strict=True)
+            ]
+            assert not made
+            newer, older = (sum(apart(*pair) for pair in pairs) for apart in (operator.gt, operator.lt))
             if keeps_kv:
                 assert newer == 0
                 assert older <= 2 * len(generations), "one token for each update at most"
@@ -166,5 +172,5 @@ async def test_weights_by_disk_are_taken_in_place_too(start_fleet: StartFleet, t
     ):
         await publish(r, client, "0.0")
         generations = await through_updates(r, client, ["0.1"], requests=4)
-        assert [len(g.output_ids) for g in generations] == [TOKENS] * 4
+        assert [len(g.output_ids) for g in generations.values()] == [TOKENS] * 4
         assert all(holds(engine, tensors_of("0.1")) for engine in r.fleet.engines) and r.complaints() == []
