@@ -7,7 +7,6 @@ and `mapping` knows both. Never run so far: the Transformer Engine branch of `la
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.training.megatron.kernels import fuses_gradient_accumulation, uses_transformer_engine
 from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
 from asyncrl.training.models.architecture import Architecture
@@ -54,18 +54,13 @@ def transformer_config(architecture: Architecture, *, dtype: torch.dtype, tensor
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # every parameter comes from the checkpoint
         calculate_per_token_loss=True,  # gradients are divided by the trained tokens of the whole step
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_gradient_accumulation(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),
         persist_layer_norm=False,
     )
-
-
-def uses_transformer_engine() -> bool:
-    """True where layers are built from Transformer Engine."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
@@ -113,6 +108,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
         self._rows: Tensor | None = None
+        self._positions: Tensor | None = None
+        if not uses_transformer_engine():  # whose rotary embedding goes by the ends of the sequences
+            self.rotary_pos_emb.register_forward_hook(self._select_angles)
         self.output_layer.register_forward_pre_hook(self._select_rows)
 
     def forward(self, tokens: Tensor, positions: Tensor, sequences: PackedSequences, rows: Tensor) -> Tensor:
@@ -125,10 +123,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         Returns:
             [rows, vocabulary / tensor-parallel ranks].
         """
-        self._rows = rows
+        self._rows, self._positions = rows, positions[0]
         logits: Tensor = super().forward(tokens, positions, None, packed_seq_params=sequences)
         return logits.squeeze(0)
 
     def _select_rows(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = arguments  # hidden: [tokens, 1, hidden size]
         return (hidden.index_select(0, self._rows), *rest)
+
+    def _select_angles(self, module: torch.nn.Module, arguments: tuple[Any, ...], angles: Tensor) -> Tensor:
+        """From [positions, 1, 1, dim] of the longest sequence to [tokens, 1, 1, dim]: once, not in each layer."""
+        return angles.index_select(0, self._positions)
