@@ -36,8 +36,13 @@ class PackedTokens:
 
     def to(self, device: torch.device) -> PackedTokens:
         """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
-        inputs = ("tokens", "positions", "rows", "targets")
-        return replace(self, **{name: send(getattr(self, name), device) for name in inputs})
+        return replace(
+            self,
+            tokens=send(self.tokens, device),
+            positions=send(self.positions, device),
+            rows=send(self.rows, device),
+            targets=send(self.targets, device),
+        )
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

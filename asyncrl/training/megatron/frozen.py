@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from asyncrl.training.megatron.model import PolicyModel
+from asyncrl.training.megatron.modules import BFloat16Module
 from asyncrl.training.megatron.optimizer import fitting
 
 
@@ -22,7 +22,7 @@ class FrozenModel:
     def __init__(self, model: PolicyModel, config: TransformerConfig) -> None:
         self._model = model.requires_grad_(False)
         self._device = next(model.parameters()).device
-        self.module = Float16Module(config, model) if config.params_dtype == torch.bfloat16 else model
+        self.module = BFloat16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

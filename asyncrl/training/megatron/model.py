@@ -133,4 +133,5 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def _select_angles(self, module: torch.nn.Module, arguments: tuple[Any, ...], angles: Tensor) -> Tensor:
         """From [positions, 1, 1, dim] of the longest sequence to [tokens, 1, 1, dim]: once, not in each layer."""
+        assert self._positions is not None
         return angles.index_select(0, self._positions)

@@ -15,13 +15,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.training.megatron.model import PolicyModel
+from asyncrl.training.megatron.modules import BFloat16Module
 
 _WEIGHT = "weight"
 
@@ -31,6 +31,9 @@ class Optimizer:
 
     With several data-parallel ranks, each holds a part of the Adam state. A single one does without Megatron's
     distributed optimizer, which would copy all weights and gradients through collectives of one.
+
+    Gradients are reduced, a bucket at a time, while the last micro-batch still computes others. Weights are gathered at
+    once after each step and not in the next forward pass: they are read before it (`growth`, exports).
     """
 
     def __init__(
@@ -39,12 +42,17 @@ class Optimizer:
         self._sharded = data_parallel > 1
         self._device = next(model.parameters()).device
         bf16 = config.params_dtype == torch.bfloat16
-        wrapped = Float16Module(config, model) if bf16 else model
+        wrapped = BFloat16Module(config, model) if bf16 else model
         self.module = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=self._sharded,
+                overlap_grad_reduce=data_parallel > 1,
+            ),
             wrapped,
         )
+        config.no_sync_func = self.module.no_sync  # the schedule opens it around all micro-batches but the last
         self._train = train
         self._bf16 = bf16
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
@@ -63,6 +71,9 @@ class Optimizer:
             [self.module],
             use_gloo_process_groups=False,
         )
+        if self._device.type == "cuda":
+            for adam in self._adams():
+                fuse(adam)
         config.finalize_model_grads_func = finalize_model_grads
         self._at_first = self._largest().clamp(min=1.0)
         """Of each parameter, before any step."""
@@ -202,6 +213,17 @@ class Optimizer:
             for j, group in enumerate(adam.param_groups):
                 for k, parameter in enumerate(group["params"]):
                     yield f"{i}.{j}.{k}", parameter, adam.state[parameter]
+
+
+def fuse(adam: torch.optim.Optimizer) -> None:
+    """Makes torch's Adam update each parameter in one kernel, without temporaries of the size of the weights.
+
+    Megatron builds it without the option, which torch reads from its groups at each step. The step count lies on the
+    device of the parameter then. Adam of another library is fused already.
+    """
+    if isinstance(adam, torch.optim.AdamW):
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False
 
 
 def fitting(saved: Tensor | None, place: str, parameter: Tensor) -> Tensor:
