@@ -163,6 +163,8 @@ README = Path(__file__).parents[2] / "README.md"
             "algorithm.old_logprobs",
             "a correction compares with the trainer's log-probs",
         ),
+        (["--train.algorithm", "distill"], "algorithm.teacher", "is not set; give the directory of the model to learn"),
+        (["--algorithm.reference", "nowhere"], "algorithm.reference", "nowhere is no Hugging Face model directory"),
         (["--algorithm.dual-clip", "0.5"], "algorithm.dual_clip", "expected number, over 1, or none"),
         (
             ["--track.to", "wandp"],

@@ -5,6 +5,7 @@ Never run so far (needs a GPU): `offload` and `onload`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ class FrozenModel:
         """
         for name, parameter in self._model.named_parameters():
             parameter.copy_(fitting(tensors.get(name), name, parameter))
+
+    @torch.no_grad()
+    def copy(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets the weights to those of another model of the same architecture, by parameter name."""
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights[name])
 
     def offload(self, *, keep_weights: bool) -> None:
         """Moves the weights to host memory unless they are kept."""
