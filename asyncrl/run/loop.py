@@ -251,13 +251,21 @@ class Run:
     async def finish(self) -> None:
         """Ends the loop: last checkpoint, last publication, evaluation at the end and export, where they are due.
 
-        After a loop that ended early too; not after one that failed. Raises NonFiniteError where every optimizer step
-        was skipped: nothing was trained, so nothing is exported.
+        After a loop that ended early too; not after one that failed. Where one of them fails, the evaluation under way
+        still gives its point. Raises NonFiniteError where every optimizer step was skipped: nothing was trained, so
+        nothing is exported.
         """
-        config = self.job.config
         if self.job.stop.requested and not self._trained:
             self.job.record.note("stopped before the first step: nothing was trained, so nothing is exported")
             return
+        try:
+            await self._save_results()
+        finally:
+            with self.job.record.phase("eval"):
+                await self._evaluations.finish()
+
+    async def _save_results(self) -> None:
+        config = self.job.config
         if self._skipped and not self._updates:
             raise NonFiniteError(
                 f"all {self._skipped} optimizer steps were skipped, as loss or gradient were not finite "
@@ -270,8 +278,6 @@ class Run:
             await self.evaluate(self._trained, last=True)
         if config.run.export:
             await self.export()
-        with self.job.record.phase("eval"):
-            await self._evaluations.finish()
 
     async def export(self) -> None:
         """Writes the policy as a Hugging Face directory into the run directory; without a trainer there is none."""
