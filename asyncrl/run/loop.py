@@ -218,10 +218,14 @@ class Run:
         return metrics
 
     async def commit(self, step: int) -> None:
-        """Tells the executor that the batch of `step` is trained; its groups have ended."""
+        """Tells the executor that the batch of `step` is trained; its groups have ended.
+
+        A run that this one overwrites is erased with the first step.
+        """
         with self.job.record.phase("train"):
             await self.executor.commit(step, self._trainer_name)
         self._trained = step + 1
+        await anyio.to_thread.run_sync(self.job.directory.erase_former)
 
     async def checkpoint(self, step: int) -> None:
         """Saves the run after `step` where `checkpoint.every` says so, and after the last step. Call it after `commit`.
