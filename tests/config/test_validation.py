@@ -232,6 +232,13 @@ def test_an_unusual_setting_that_works_is_not_refused(load, argv):
     load(*argv)
 
 
+def test_a_checkpoint_to_begin_from_is_not_in_the_run_that_is_overwritten(refused):
+    checkpoint = Path("old/checkpoints/step-000004")
+    checkpoint.mkdir(parents=True)
+    overwriting = ("--run.dir", "old", "--run.if-exists", "overwrite", "--checkpoint.resume", str(checkpoint))
+    assert f"which holds checkpoint.resume ({checkpoint})" in refused(*overwriting)["run.if_exists"]
+
+
 def test_a_system_prompt_needs_a_tokenizer_with_a_chat_template(load, refused):
     prompt = ("--data.system-prompt", "Be brief.")
     load(*prompt)  # the model's directory does not say
