@@ -38,6 +38,11 @@ def safetensors_files(directory: Path) -> list[Path]:
     )
 
 
+def weights_bytes(directory: Path) -> int:
+    """Size of a model's weights on disk."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
 @contextmanager
 def as_model(checkpoint: Path, model: Path) -> Iterator[Path]:
     """A Hugging Face directory with the weights of `checkpoint`: itself, where it has a config, or links to its files

@@ -13,6 +13,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.sections.run import RunConfig
 from asyncrl.config.sections.shown import TrackConfig
+from asyncrl.data.model_files import weights_bytes
 from asyncrl.doctor import gpus, machine, packages, recipe
 from asyncrl.doctor.engines import engines_start, run_command
 from asyncrl.doctor.finding import Finding, Level
@@ -37,7 +38,7 @@ def findings(argv: Sequence[str], *, ranks: int, engine: bool) -> Iterator[Findi
     yield from gpus.compilers(facts, gpus.find_tools())
     needs, run_dir = recipe.needs(None, 0), RunConfig().dir
     if loaded is not None:
-        weights = recipe.weights_bytes(loaded.config.model.path)
+        weights = weights_bytes(loaded.config.model.path)
         needs, run_dir = recipe.needs(loaded, weights), loaded.config.run.dir
     yield from machine.look(
         Path(run_dir), run_bytes=needs.disk_bytes, memory_bytes=needs.memory_bytes, on_gpus=bool(facts.gpus)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
@@ -12,7 +11,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.loading import parse_command_line, resolve
 from asyncrl.config.root import Config
-from asyncrl.data.model_files import safetensors_files
+from asyncrl.data.model_files import safetensors_files, weights_bytes
 from asyncrl.doctor.finding import Finding, failed, ok, warning
 from asyncrl.errors import AsyncRLError, ModelError
 from asyncrl.observability.text_plots import size
@@ -69,11 +68,6 @@ def model(config: Config) -> Iterator[Finding]:
         yield failed("model", f"{path}: {error}", "download the model again, whole")
         return
     yield ok("model", f"{path}: {size(weights_bytes(path))} in {len(files)} file(s)")
-
-
-def weights_bytes(model: Path) -> int:
-    """Size of the model's weights on disk."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def needs(loaded: LoadedConfig | None, weights: int) -> Needs:
