@@ -81,6 +81,13 @@ class TrainConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one copy of the model; the other ranks are data parallel."""
 
+    recompute: Literal["none", "mlp", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the feed-forward network of each layer, or
+    each whole layer. Less memory for activations, more time; losses and gradients stay the same to the last bit."""
+
+    optimizer_on_host: bool = False
+    """Adam's moments, and the weights in the precision of their updates, lie in host memory and are updated there."""
+
     seed: int = 1234
     """Seed of the trainer."""
 
