@@ -8,7 +8,7 @@ and `mapping` knows both. Never run so far: the Transformer Engine branch of `la
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,21 @@ from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
 from asyncrl.training.models.architecture import Architecture
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's fields for each `train.recompute`."""
 
-def transformer_config(architecture: Architecture, *, dtype: torch.dtype, tensor_parallel: int) -> TransformerConfig:
+
+def transformer_config(
+    architecture: Architecture,
+    *,
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    recompute: Literal["none", "mlp", "full"] = "none",
+) -> TransformerConfig:
     """Megatron's description of the model. Dropout is always off: the policy that trains is the policy that samples.
 
     With tensor parallelism, what lies between the cut matrices (norms, residuals) is cut along the tokens.
@@ -64,6 +77,7 @@ def transformer_config(architecture: Architecture, *, dtype: torch.dtype, tensor
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_RECOMPUTE[recompute],
     )
 
 

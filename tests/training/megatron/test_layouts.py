@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.training.learner.learner import Learner
 from asyncrl.training.megatron.modules import RMSNorm
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.forked_ranks import run_ranks
@@ -58,3 +61,48 @@ def test_every_layout_trains_as_one_rank_does_and_passes_weights_on_to_the_next_
                     assert got[name] == pytest.approx(want[name], rel=1e-4), name
             assert_same_weights(weights, expected[1], 1e-4)
         former = target
+
+
+class Kept:
+    """Counts what forward passes keep for the backward pass, until it is used."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        held = _Held(tensor)
+        self._count(tensor.nbytes)
+        weakref.finalize(held, self._count, -tensor.nbytes)
+        return held
+
+    def _count(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+@dataclass(eq=False)
+class _Held:
+    tensor: Tensor
+
+
+def train_recomputing(layout: RankLayout, path: Path) -> list[tuple[dict[str, float], list[Tensor], Tensor, int]]:
+    results = []
+    for recompute in ("none", "mlp", "full"):
+        trainer: Learner = trainer_of(layout, path, recompute=recompute)
+        kept = Kept()
+        with kept.hooks:
+            metrics = [trainer.train(batch_of(step)) for step in range(2)]
+        gradients = [buffer.grad_data.clone() for buffer in optimizer_of(trainer).module.buffers]
+        results.append((metrics, gradients, trainer.logprobs(batch_of(2)), kept.most))
+    return results
+
+
+@pytest.mark.parametrize("world", [{}, {"world_size": 2, "tensor_parallel": 2}], ids=["one rank", "TP 2"])
+def test_recomputation_keeps_less_and_changes_no_bit(model_directory: Any, world: dict[str, int]) -> None:
+    for none, mlp, full in run_ranks(train_recomputing, model_directory("qwen3-tied"), **world):
+        for metrics, gradients, logprobs, _ in (mlp, full):
+            assert metrics == none[0]
+            assert all(map(torch.equal, gradients, none[1])) and all(gradient.any() for gradient in gradients)
+            assert torch.equal(logprobs, none[2])
+        assert none[3] > mlp[3] > full[3]
