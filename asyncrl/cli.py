@@ -57,7 +57,7 @@ def new(directory: Positional[Path], *, loop: Literal["train", "train_async", "o
 def doctor(
     recipe: Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[@ RECIPE ...]")]] = (),
     *,
-    ranks: int = 1,
+    nproc_per_node: int = 1,
     engine: bool = True,
 ) -> None:
     """Checks driver, GPUs, packages, shared memory, limits, ports, disk and memory, and has an engine answer.
@@ -66,12 +66,12 @@ def doctor(
 
     Args:
         recipe: A recipe and settings as a training takes them, to check that too; they come last.
-        ranks: How many ranks torchrun will start with it.
+        nproc_per_node: How many ranks torchrun will start with it.
         engine: Start engine and router with a tiny model; --no-engine leaves that out.
     """
     from asyncrl.doctor.checkup import check_up
 
-    sys.exit(check_up(recipe, ranks=ranks, engine=engine))
+    sys.exit(check_up(recipe, ranks=nproc_per_node, engine=engine))
 
 
 @app.command

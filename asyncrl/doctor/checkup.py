@@ -1,4 +1,4 @@
-"""All checks in order, told one by one: `asyncrl doctor [--ranks N] [--no-engine] [@ recipe.toml ...]`."""
+"""All checks in order, told one by one: `asyncrl doctor [--nproc-per-node N] [--no-engine] [@ recipe.toml ...]`."""
 
 from __future__ import annotations
 

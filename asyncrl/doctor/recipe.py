@@ -44,7 +44,7 @@ def check(
         would_start(loaded)
     except AsyncRLError as error:
         return [
-            failed("recipe", str(error), "mend the recipe, or say with --ranks how many ranks torchrun starts")
+            failed("recipe", str(error), "mend the recipe, or say with --nproc-per-node how many ranks torchrun starts")
         ], None
     layout = loaded.layout
     own, others = len(layout.engines), len(layout.external)

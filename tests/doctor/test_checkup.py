@@ -41,7 +41,7 @@ def test_a_recipe_that_would_start_and_one_that_would_not() -> None:
     [wrong], nothing = checked([*DEMO, "--train.lrr", "1"])
     assert wrong.level == "failed" and nothing is None and "train.lr" in wrong.seen
     [taken], nothing = checked([*DEMO, "--train.tensor_parallel", "2"])
-    assert taken.level == "failed" and "--ranks" in taken.mend
+    assert taken.level == "failed" and "--nproc-per-node" in taken.mend
     assert checked([*DEMO, "--train.tensor_parallel", "2"], recipe.as_ranks(Machine.detect(), 2))[1] is not None
 
 
@@ -124,7 +124,9 @@ def test_settings_behind_the_recipe_are_those_of_the_recipe(monkeypatch: pytest.
         yield failed("a", "b", "c")
 
     monkeypatch.setattr(checkup, "findings", findings)
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--ranks", "4", "--no-engine", *DEMO, "--train.lr", "1e-6"])
+    monkeypatch.setattr(
+        sys, "argv", ["asyncrl", "doctor", "--nproc-per-node", "4", "--no-engine", *DEMO, "--train.lr", "1e-6"]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1 and asked == [((*DEMO, "--train.lr", "1e-6"), 4, False)]
