@@ -302,6 +302,12 @@ def test_one_more_engine_takes_gpus_that_nobody_uses_until_none_are_left(job: tu
         ({"weights": {"transport": "tensor"}}, gpus(2), "weights.transport", "engine-0 shares no GPU"),
         ({"weights": {"transport": "broadcast"}}, gpus(1), "weights.transport", "NCCL refuses"),
         ({"weights": {"on_update": "in_place"}}, gpus(1), "weights.on_update", "engine-0 gives up all KV"),
+        (
+            {"train": {"optimizer_on_host": True}, "model": {"dtype": "float32"}},
+            gpus(2),
+            "train.optimizer_on_host",
+            "leave model.dtype at auto",
+        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_the_fix(config, machine, key, text):
