@@ -41,7 +41,6 @@ def standalone_engine(
         tensor_parallel=ranks,
         gpus=tuple(range(ranks)) if device == "cuda" else (),
         visible_devices=",".join(machine.gpus[:ranks]),
-        colocated=False,
         transport="broadcast",
     )
     argv = engine_argv(

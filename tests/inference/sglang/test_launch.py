@@ -21,7 +21,7 @@ def placement(tensor_parallel: int = 1, gpus: tuple[int, ...] = (), colocated: b
         tensor_parallel=tensor_parallel,
         gpus=gpus,
         visible_devices=",".join(map(str, gpus)),
-        colocated=colocated,
+        trainer_ranks=gpus if colocated else (),
         transport="broadcast",
     )
 
