@@ -40,9 +40,11 @@ def trained_problems(
     config: Config, engines: Sequence[EnginePlacement], external: Sequence[ExternalEngine]
 ) -> Iterator[Problem]:
     """Ways of updating weights that cannot reach the trained model's engines where they are."""
+    ways_to = {engine.engine_id: engine.transport for engine in engines}
+    ways_to |= {engine.engine_id: engine.transport for engine in external}
     by_way: dict[str, list[str]] = {}
-    for engine in (*engines, *external):
-        by_way.setdefault(engine.transport, []).append(engine.engine_id)
+    for engine_id, way in ways_to.items():
+        by_way.setdefault(way, []).append(engine_id)
     if len(by_way) > 1:
         ways = " and ".join(f"{way} reaches {', '.join(ids)}" for way, ids in sorted(by_way.items()))
         yield Problem(
