@@ -79,7 +79,7 @@ class HostMemory:
         except RuntimeError as error:
             raise TrainerError(
                 f"no page-locked host memory for what leaves the GPU ({size(self.size_bytes)} are taken): {error}; "
-                "give the machine more memory or a higher limit for locked memory (ulimit -l), or engines their own GPUs"
+                "give the machine more memory or a higher limit of locked memory (ulimit -l), or engines their own GPUs"
             ) from error
 
 

@@ -70,6 +70,13 @@ def test_a_colocated_engine_can_give_memory_back_and_leaves_room_for_the_trainer
     assert 0 < float(str(found["mem-fraction-static"])) < 0.8
 
 
+@pytest.mark.parametrize("colocated", [True, False])
+def test_an_engine_that_gives_memory_back_gives_that_of_its_graphs_too(colocated: bool) -> None:
+    shared = placement(gpus=(0,), colocated=colocated)
+    environment = engine_environment(shared, threads=None, cores=(0,), scratch=None)
+    assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if colocated else None)
+
+
 def test_ports_are_those_that_were_reserved() -> None:
     found = flags(EngineConfig())
     assert (found["port"], found["nccl-port"], found["engine-info-bootstrap-port"]) == ("21000", "21001", "21002")
