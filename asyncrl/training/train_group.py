@@ -47,6 +47,7 @@ from asyncrl.training.roles import ACTOR, Role, frozen_roles
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.handover import Handover, OtherRanks
 from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Payload, Sink, WeightSource
@@ -318,9 +319,15 @@ class TrainGroup:
         """Runs `function(*args)` in the trainer thread of rank 0. Raises TrainerError after `timeout_s`."""
         return await self._ranks.call(function, *args, what=what, timeout_s=timeout_s)
 
-    async def export(self, sink: Sink, timeout_s: float) -> None:
+    @property
+    def other_ranks(self) -> OtherRanks:
+        """The ranks that may offer their tensors to engines beside rank 0."""
+        return self._ranks.others
+
+    async def export(self, sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
         """Exports the policy once, on all ranks, into `sink` on rank 0; raises as `Payload.export` does."""
-        outcome = await self._ranks.run(commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=sink)
+        command = commands.ExportTensors(ACTOR, handover)
+        outcome = await self._ranks.run(command, "exporting the weights", timeout_s, sink=sink)
         assert isinstance(outcome, ExportOutcome)
         if outcome.error is not None:
             raise outcome.error

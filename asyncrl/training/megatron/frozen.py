@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.training.megatron.host_memory import HostMemory, free_cached
 from asyncrl.training.megatron.model import PolicyModel
 from asyncrl.training.megatron.optimizer import fitting
 
@@ -22,7 +23,7 @@ class FrozenModel:
 
     def __init__(self, model: PolicyModel, config: TransformerConfig) -> None:
         self._model = model.requires_grad_(False)
-        self._device = next(model.parameters()).device
+        self._host = HostMemory(next(model.parameters()).device)
         self.module = Float16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
@@ -48,14 +49,10 @@ class FrozenModel:
     def offload(self, *, keep_weights: bool) -> None:
         """Moves the weights to host memory unless they are kept."""
         if not keep_weights:
-            self._move(torch.device("cpu"))
+            self._host.take(self._model.parameters())
+        free_cached()
 
     def onload(self) -> None:
         """Undoes `offload`."""
-        self._move(self._device)
-
-    def _move(self, device: torch.device) -> None:
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(device)
+        self._host.give_back()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
