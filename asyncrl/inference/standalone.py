@@ -59,7 +59,10 @@ def standalone_engine(
     if device == "cpu":
         shares = threads_on_cpu(machine, ranks)
         threads = shares.small_engine if is_small(settings.path) else shares.engine_beside_trainer
-    return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
+    environment = engine_environment(
+        settings, placement, os.environ, threads=threads, cores=machine.cpus, scratch=scratch
+    )
+    return argv, environment
 
 
 def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> None:
