@@ -165,7 +165,8 @@ class TrainGroup:
         if not self._config.debug.train_only:  # a replay trains saved batches as they are
             self._bound.check(batch)
         columns = await self._columns(batch)
-        batch = replace(batch, columns={**batch.columns, **columns.tokens})
+        mask = batch.loss_mask if columns.keep is None else batch.loss_mask & columns.keep
+        batch = replace(batch, columns={**batch.columns, **columns.tokens}, loss_mask=mask)
         metrics = await self._train(rollout_id, commands.Train(ACTOR), batch)
         return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
 

@@ -16,7 +16,7 @@ from asyncrl.config.checks import engine_args, router_args
 from asyncrl.config.checks.engine_args import server_arg_problems
 from asyncrl.config.checks.external import external_problems, is_loopback
 from asyncrl.config.checks.inputs import ModelFacts
-from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS, function_problems
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS, BuiltinAlgorithm, function_problems
 from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
@@ -92,7 +92,7 @@ def _sampling_problems(config: Config) -> Iterator[Problem]:
             f"{rollout.top_k} cannot train: the engine's log-probs are not renormalised for top-k, so trainer and "
             "engine would disagree on what was sampled; use -1 (off)",
         )
-    needed = BUILTIN_ALGORITHMS.get(config.train.algorithm, 1)
+    needed = BUILTIN_ALGORITHMS.get(config.train.algorithm, BuiltinAlgorithm()).group_samples
     if rollout.samples_per_prompt < needed:
         yield Problem(
             "rollout.samples_per_prompt",
@@ -116,8 +116,9 @@ def _precision_problems(config: Config) -> Iterator[Problem]:
             f"it; use at least {_LEAST_TEMPERATURE:g}",
         )
     train = config.train
-    used = {f"train.{key}": getattr(train, key) for key in ("lr", "weight_decay", "adam_eps", "grad_clip", "clip_high")}
-    for key, value in {**used, "warmup.lr": config.warmup.lr}.items():
+    used = {f"train.{key}": getattr(train, key) for key in ("lr", "weight_decay", "adam_eps", "grad_clip")}
+    of_algorithm = {f"algorithm.{key}": value for key, value in config.algorithm if isinstance(value, float)}
+    for key, value in {**used, "warmup.lr": config.warmup.lr, **of_algorithm}.items():
         held = _as_float32(value)
         if math.isinf(held) or (held == 0) != (value == 0):
             yield Problem(key, f"{value:g} is {held:g} in float32, in which training computes; use another value")
