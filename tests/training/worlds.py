@@ -27,6 +27,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
+from asyncrl.training.checkpoints.saved_shards import SavedShards
 from asyncrl.training.checkpoints.shard import Shard, Snapshot
 from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.learner.packing import MicroBatch
@@ -138,9 +139,9 @@ class ScriptedBackend:
         facts = {"rank": self.layout.rank, "role": self.role.name}
         return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, facts))
 
-    def restore(self, shard: Shard) -> None:
-        assert shard.facts == {"rank": self.layout.rank, "role": self.role.name}
-        self._together("restore", float(shard.tensors["total"]))
+    def restore(self, saved: SavedShards) -> None:
+        assert all(facts == {"rank": rank, "role": self.role.name} for rank, facts in enumerate(saved.facts))
+        self._together("restore", float(saved.own().tensors["total"]) if saved.same_layout else 0.0)
 
     def offload(self, *, keep_weights: bool) -> None:
         self._together("offload")

@@ -12,8 +12,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.errors import CheckpointError
+from asyncrl.training.checkpoints.slices import Piece
 from asyncrl.training.megatron.model import PolicyModel
-from asyncrl.training.megatron.optimizer import fitting
+from asyncrl.training.megatron.shards import WEIGHT, Held, Read
 
 
 class FrozenModel:
@@ -25,18 +27,20 @@ class FrozenModel:
         self.module = Float16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This rank's part of the weights by parameter name: copies in host memory, and no further facts."""
-        return {name: value.detach().to("cpu", copy=True) for name, value in self._model.named_parameters()}, {}
+    def state(self) -> tuple[list[Held], dict[str, Any]]:
+        """This rank's part of the weights, and no further facts."""
+        return [Held(name, _whole(value), {WEIGHT: value}) for name, value in self._model.named_parameters()], {}
 
     @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Sets the weights to what `state` gave on the same rank of the same layout.
+    def restore(self, facts: dict[str, Any], read: Read) -> None:
+        """Sets the weights to what the `state` of all ranks gave, in whatever layout.
 
-        Raises CheckpointError: the tensors are not those of this model.
+        Raises CheckpointError: they are not those of this model, or cannot be read.
         """
+        if facts:
+            raise CheckpointError("this role is frozen, and the checkpoint was written by a job that trained it")
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(fitting(tensors.get(name), name, parameter))
+            parameter.copy_(read(name, WEIGHT, _whole(parameter), parameter.dtype).view(parameter.shape))
 
     def offload(self, *, keep_weights: bool) -> None:
         """Moves the weights to host memory unless they are kept."""
@@ -52,3 +56,7 @@ class FrozenModel:
             parameter.data = parameter.data.to(device)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _whole(parameter: Tensor) -> Piece:
+    return Piece(0, parameter.numel(), parameter.numel())
