@@ -151,7 +151,7 @@ def layouts() -> st.SearchStrategy[SavedLayout]:
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(model=models(), saved=layouts(), wanted=layouts(), sharded=st.booleans(), odd=st.integers(1, 9))
 def test_any_layout_reads_the_shards_of_any_other(
     model: Model, saved: SavedLayout, wanted: SavedLayout, sharded: bool, odd: int
