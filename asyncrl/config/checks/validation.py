@@ -21,6 +21,7 @@ from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
 from asyncrl.config.checks.staleness import least_staleness
+from asyncrl.config.concurrency import concurrency_of, files_for, most_requests, planned_engines
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
@@ -29,10 +30,6 @@ from asyncrl.config.sections.data import DataConfig
 _LEAST_TEMPERATURE = 1e-6  # SGLang samples greedily below it
 _AGENT_GRACE_S = 30.0
 """From the signal that torchrun passes on to its ranks until it kills them."""
-_FILES_PER_REQUEST = 2
-"""Sockets of the router for a request in flight: one to the client, one to the engine."""
-_OTHER_FILES = 128
-"""What a router or a driver opens beside its requests; 30 to 60 counted."""
 
 
 def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
@@ -330,10 +327,10 @@ def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
             "signal; use less",
         )
-    concurrency = config.rollout.concurrency
-    needed = _FILES_PER_REQUEST * concurrency + _OTHER_FILES
+    concurrency = concurrency_of(config, planned_engines(config), machine.open_files)
+    needed = files_for(concurrency)
     if machine.open_files is not None and machine.open_files < needed and not config.debug.train_only:
-        most = max(1, (machine.open_files - _OTHER_FILES) // _FILES_PER_REQUEST)
+        most = most_requests(machine.open_files)
         yield Problem(
             "rollout.concurrency",
             f"{concurrency} requests in flight need {needed} open files in the router, and this machine allows a "

@@ -73,6 +73,15 @@ class TrainConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one copy of the model; the other ranks are data parallel."""
 
+    recompute: Literal["none", "mlp", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the feed-forward network of each layer, or
+    each whole layer. Less memory for activations, more time; losses and gradients do not change."""
+
+    optimizer_on_host: bool = False
+    """Adam's moments, and the weights in the precision of their updates, lie in host memory and are updated there: on a
+    GPU in bfloat16. Of 18 bytes a parameter 6 stay on the GPUs; the host holds 16. Slower: one thread updates about a
+    billion parameters a second (OMP_NUM_THREADS)."""
+
     seed: int = 1234
     """Seed of the trainer."""
 

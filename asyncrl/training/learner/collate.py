@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
@@ -42,6 +43,18 @@ class PackedTokens:
             positions=send(self.positions, device),
             rows=send(self.rows, device),
             targets=send(self.targets, device),
+        )
+
+    def padded(self, multiple: int) -> PackedTokens:
+        """Appends a sequence of padding where the tokens are no multiple; nothing in it is sampled."""
+        missing = -len(self.tokens) % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            lengths=(*self.lengths, missing),
+            tokens=F.pad(self.tokens, (0, missing)),
+            positions=F.pad(self.positions, (0, missing)),
         )
 
 

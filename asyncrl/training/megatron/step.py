@@ -89,6 +89,7 @@ def forward_logprobs(
 
 
 def _forward(model: torch.nn.Module, packed: PackedTokens, device: torch.device) -> Tensor:
+    packed = packed.padded(parallel_state.get_tensor_model_parallel_world_size())  # which cut the tokens among them
     config = get_model_config(model)
     attention = attention_of(device, config.params_dtype, config.kv_channels)
     sequences = packed_sequences(packed.lengths, device, attention)
