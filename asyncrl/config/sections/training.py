@@ -83,7 +83,7 @@ class TrainConfig(Section):
 
     recompute: Literal["none", "mlp", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the feed-forward network of each layer, or
-    each whole layer. Less memory for activations, more time; losses and gradients stay the same to the last bit."""
+    each whole layer. Less memory for activations, more time; losses and gradients do not change."""
 
     optimizer_on_host: bool = False
     """Adam's moments, and the weights in the precision of their updates, lie in host memory and are updated there."""

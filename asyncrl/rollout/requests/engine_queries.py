@@ -157,7 +157,9 @@ class EngineQueries:
         body: dict[str, Any] | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> bytes | None:
-        """The body of a good answer, else None."""
+        """The body of a good answer, else None, as after `aclose`."""
+        if self._session.closed:  # by whoever cancelled this task, which was about to run
+            return None
         data = None if body is None else msgspec.json.encode(body)
         headers = {**headers, **({} if body is None else {"Content-Type": "application/json"})}
         try:

@@ -56,7 +56,12 @@ class MegatronBackend:
         self._device = join(config, layout)
         cuda = self._device.type == "cuda"
         dtype = _DTYPES[("bfloat16" if cuda else "float32") if config.model.dtype == "auto" else config.model.dtype]
-        model_config = transformer_config(self._architecture, dtype=dtype, tensor_parallel=layout.tensor_parallel)
+        model_config = transformer_config(
+            self._architecture,
+            dtype=dtype,
+            tensor_parallel=layout.tensor_parallel,
+            recompute=config.train.recompute,
+        )
         model = PolicyModel(self._architecture, model_config).to(device=self._device, dtype=dtype)
         self._weights = WeightExchange(
             dict(model.named_parameters()),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +13,10 @@ from hypothesis import strategies as st
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.generation import concurrency as concurrency_module
-from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, LoadMeter
-from asyncrl.rollout.requests.engine_queries import EngineLoad
+from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, LoadMeter, look
+from asyncrl.rollout.generation.slots import Slots
+from asyncrl.rollout.requests.engine_clock import EngineClock
+from asyncrl.rollout.requests.engine_queries import EngineLoad, EngineQueries
 from tests.rollout.conftest import StartExecutor
 from tests.rollout.fleet import eventually, told
 from tests.scripted.answers import Action, scripted_engine
@@ -174,3 +179,23 @@ def test_the_load_of_engines_is_that_since_the_delivery_before() -> None:
     assert meter.take() == first, "where nobody has looked since, the look before counts"
     meter.add([EngineLoad(running=1, waiting=1, token_usage=0.125)])
     assert meter.take()["engine_queue_max"] == 1
+
+
+@pytest.mark.anyio
+async def test_a_look_that_begins_in_the_turn_in_which_its_connection_closes_ends_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(concurrency_module, "INTERVAL_S", 0.01)
+    queries, looking = EngineQueries("http://127.0.0.1:1"), anyio.CancelScope()
+
+    async def looks() -> None:
+        with looking:
+            await look(queries, EngineClock(), LoadMeter(), Slots(1), None, on_lowered=lambda event: None)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(looks)
+        await anyio.lowlevel.checkpoint()
+        time.sleep(0.02)  # noqa: ASYNC251  # the sleep of `look` and the end of the connection come in one turn
+        await anyio.lowlevel.checkpoint()
+        looking.cancel()
+        await queries.aclose()
