@@ -3,7 +3,7 @@
 Invariants
 - Only `Machine.detect` and `installed_gpus` look at the machine. Everything that decides is a pure function.
 - A GPU is named by its position among those that this process may use, as torch numbers them. `gpus[i]` is what
-  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job are kept.
+  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job hold for it.
 - Nodes are taken to be alike: a process sees the GPUs of its own node only, and assumes the same ones on the others.
 """
 
@@ -30,7 +30,7 @@ class Machine:
     rank: int = 0
     """This process's own rank."""
     gpus: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES calls each visible GPU of a node: an index or a UUID."""
+    """What CUDA_VISIBLE_DEVICES of a child calls each visible GPU of a node: its index, or the name of a MIG slice."""
     gpu_bytes: int | None = None
     """Memory of each of them, or of the smallest; None where it is not known."""
     host_bytes: int | None = None
@@ -143,24 +143,26 @@ def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
 
     Follows CUDA's own rules: no mask shows all; the first entry that names no GPU ends the list; a UUID may be
     abbreviated while it stays unique; an entry given twice hides everything; of MIG slices only the first counts.
+
+    A UUID becomes the driver's index, because an engine of several GPUs reads its own mask as numbers. Such an engine
+    must number GPUs as the driver does (`engine_environment`).
     """
     if mask is None:
         return tuple(str(i) for i in range(len(installed)))
     names: list[str] = []
-    seen: set[str] = set()
     for entry in (e.strip() for e in mask.split(",")):
         if entry.startswith("MIG-"):
             return (*names, entry) if installed and not names else tuple(names)
         if entry.isdigit():
-            matches = [installed[int(entry)]] if int(entry) < len(installed) else []
+            matches = [int(entry)] if int(entry) < len(installed) else []
         else:
-            matches = [uuid for uuid in installed if entry.startswith("GPU-") and uuid.startswith(entry)]
+            matches = [i for i, uuid in enumerate(installed) if entry.startswith("GPU-") and uuid.startswith(entry)]
         if len(matches) != 1:
             break
-        if matches[0] in seen:
+        name = str(matches[0])
+        if name in names:
             return ()
-        seen.add(matches[0])
-        names.append(entry)
+        names.append(name)
     return tuple(names)
 
 
@@ -173,10 +175,5 @@ def _memory_bytes(pynvml: Any, handle: Any) -> int:
 
 def memory_of(names: Sequence[str], installed: Sequence[InstalledGpu]) -> int | None:
     """Memory of the smallest of the GPUs that `visible_gpus` named; None without any, and for a slice of one (MIG)."""
-    sizes = [
-        gpu.memory_bytes
-        for name in names
-        for index, gpu in enumerate(installed)
-        if (int(name) == index if name.isdigit() else gpu.uuid.startswith(name))
-    ]
-    return min(sizes) or None if sizes and len(sizes) == len(names) else None
+    sizes = [installed[int(name)].memory_bytes if name.isdigit() else 0 for name in names]
+    return min(sizes, default=0) or None

@@ -73,7 +73,7 @@ def test_the_options_of_a_plan_go_together(refused: Refused, argv: list[str], ke
 def test_the_smallest_visible_gpu_counts_and_a_slice_is_not_known() -> None:
     installed = [InstalledGpu("GPU-aa-1", 80 * GB), InstalledGpu("GPU-bb-2", 40 * GB), InstalledGpu("GPU-cc-3", 0)]
     assert memory_of(("0",), installed) == 80 * GB
-    assert memory_of(("0", "GPU-bb"), installed) == 40 * GB
+    assert memory_of(("0", "1"), installed) == 40 * GB
     assert memory_of(("2",), installed) is None
     assert memory_of(("MIG-1",), installed) is None
     assert memory_of((), installed) is None
