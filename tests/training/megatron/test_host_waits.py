@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
+from asyncrl.config.architecture import Architecture
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss, made_by_current_weights
@@ -31,7 +32,6 @@ from asyncrl.training.megatron import kernels, step
 from asyncrl.training.megatron.kernels import Attention
 from asyncrl.training.megatron.model import PolicyModel, transformer_config
 from asyncrl.training.megatron.optimizer import Optimizer
-from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch
 from tests.training.forked_ranks import run_ranks
