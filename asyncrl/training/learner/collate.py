@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,13 @@ class PackedTokens:
 
     def to(self, device: torch.device) -> PackedTokens:
         """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
-        inputs = ("tokens", "positions", "rows", "targets")
-        moved: dict[str, Any] = {name: send(getattr(self, name), device) for name in inputs}
-        return replace(self, **moved)
+        return replace(
+            self,
+            tokens=send(self.tokens, device),
+            positions=send(self.positions, device),
+            rows=send(self.rows, device),
+            targets=send(self.targets, device),
+        )
 
     def padded(self, multiple: int) -> PackedTokens:
         """Appends a sequence of padding where the tokens are no multiple; nothing in it is sampled."""
