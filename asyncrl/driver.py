@@ -60,7 +60,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     rank_exit = prepare_rank()
     raise_open_files()
     try:
-        loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=_would_start)
+        loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=check_start)
         if rank_exit is not None:
             rank_exit.allow(loaded.config.run.stop_grace_s)
         code = _drive(loop, loaded) if loaded.machine.rank == 0 else _serve(loaded)
@@ -253,8 +253,8 @@ def _build_model(config: Config) -> None:
         ) from error
 
 
-def _would_start(loaded: LoadedConfig) -> None:
-    """For a dry run: makes the checks of the start that need no data; raises AsyncRLError."""
+def check_start(loaded: LoadedConfig) -> None:
+    """Makes the checks of the start that need no data, as a dry run does; raises AsyncRLError."""
     config = loaded.config
     RunDirectory.check(config)
     if (config.model.path / "config.json").exists():

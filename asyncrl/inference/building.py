@@ -21,6 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout, RouterPlacement
 from asyncrl.config.sections.inference import EngineConfig, ServingConfig
 from asyncrl.data.fleet import EngineEndpoint, job_name
+from asyncrl.data.model_files import weights_bytes
 from asyncrl.host import Host, HostedProcess, Hosts, ProcessSpec
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.ports import OFFSETS, EnginePorts
@@ -122,7 +123,7 @@ class Builder:
             url=f"http://{config.run.host}:{ports.http}",
             tensor_parallel=placement.tensor_parallel,
             gpus=placement.gpus,
-            colocated=placement.colocated,
+            trainer_ranks=placement.trainer_ranks,
         )
         engine = ManagedEngine(
             endpoint,
@@ -194,4 +195,4 @@ class Builder:
 
 def is_small(model: Path) -> bool:
     """Whether the model's weights take less than 100 MB on disk."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors")) < _SMALL_BYTES
+    return weights_bytes(model) < _SMALL_BYTES

@@ -46,7 +46,6 @@ def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, mach
         tensor_parallel=ranks,
         gpus=tuple(range(ranks)) if device == "cuda" else (),
         visible_devices=",".join(machine.gpus[:ranks]),
-        colocated=False,
         transport="broadcast",
     )
     argv = engine_argv(

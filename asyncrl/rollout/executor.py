@@ -192,7 +192,7 @@ class RolloutExecutor:
                 wanted.function, rollout.prompts_per_step * rollout.samples_per_prompt, wanted.max_failure_fraction
             ),
             ledger=self._ledger,
-            waiting=max(2, rollout.concurrency // rollout.samples_per_prompt),
+            waiting=max(2, engines.slots.limit // rollout.samples_per_prompt),
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)

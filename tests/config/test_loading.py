@@ -257,7 +257,7 @@ def test_a_missing_or_broken_file_is_named_without_complaints_about_what_it_woul
         ("num_steps = None", '; write "none", not None'),
         ("num_steps = none  # all", '; write "none", not none'),
         ("num_steps = null", '; write "none", not null'),
-        ("normalize_advantages = True", "; write true, not True"),
+        ("flag = True", "; write true, not True"),
         ("num_steps = yes", ""),
     ],
 )

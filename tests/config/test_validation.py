@@ -136,8 +136,36 @@ README = Path(__file__).parents[2] / "README.md"
         (
             ["--train.algorithm-args.gamma", "1"],
             "train.algorithm_args",
-            "for an algorithm of your own; the settings of grpo are those of [train]",
+            "for an algorithm of your own; the settings of grpo are those of [algorithm]",
         ),
+        (
+            ["--algorithm.ratio-max", "3"],
+            "algorithm.ratio_max",
+            "grpo has no such setting; it has aggregation, clip_high",
+        ),
+        (
+            ["--train.algorithm", "sft", "--algorithm.clip-low", "0.1"],
+            "algorithm.clip_low",
+            "sft has no such setting; it h",
+        ),
+        (
+            ["--train.algorithm", "tests.algorithms.own:LeaveOneOut", "--algorithm.clip-low", "0.1"],
+            "algorithm.clip_low",
+            "is for the project's algorithms; set one of your own in [train.algorithm_args]",
+        ),
+        (
+            ["--algorithm.correction", "mask", "--algorithm.correction-lower", "3"],
+            "algorithm.correction_lower",
+            "3 is over algorithm.correction_upper = 2",
+        ),
+        (
+            ["--algorithm.correction", "mask", "--algorithm.old-logprobs", "engine"],
+            "algorithm.old_logprobs",
+            "a correction compares with the trainer's log-probs",
+        ),
+        (["--train.algorithm", "distill"], "algorithm.teacher", "is not set; give the directory of the model to learn"),
+        (["--algorithm.reference", "nowhere"], "algorithm.reference", "nowhere is no Hugging Face model directory"),
+        (["--algorithm.dual-clip", "0.5"], "algorithm.dual_clip", "expected number, over 1, or none"),
         (
             ["--track.to", "wandp"],
             "track.to",

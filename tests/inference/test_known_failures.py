@@ -43,7 +43,6 @@ async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Gene
     generations: list[Generation] = []
     options = RequestOptions(
         vocab_size=1 << 20,
-        concurrency=requests,
         timeout_s=10.0,
         retry=RetryPolicy(retries=0, patience_s=1.0, first_delay_s=0.1),
     )
@@ -189,9 +188,7 @@ async def ask_at_once(router_url: str, requests: int, *, retries: int) -> list[G
     """As many requests as are wanted, all at once; raises where one has no answer in the end."""
     generations: list[Generation] = []
     policy = RetryPolicy(retries=retries, patience_s=10.0, first_delay_s=0.1)
-    client = RolloutClient(
-        router_url, RequestOptions(vocab_size=1 << 20, concurrency=requests, timeout_s=10.0, retry=policy)
-    )
+    client = RolloutClient(router_url, RequestOptions(vocab_size=1 << 20, timeout_s=10.0, retry=policy))
 
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))

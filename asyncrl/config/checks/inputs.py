@@ -55,7 +55,7 @@ def input_problems(config: Config) -> Iterator[Problem]:
     yield from reward_problems(config.reward)
     yield from _template_problems(config)
     yield from filter_problems(config.rollout.filters)
-    yield from algorithm_problems(config.train)
+    yield from algorithm_problems(config.train, config.algorithm)
     yield from tracker_problems(config.track)
     for key, source, needed in _sources(config):
         if not needed:

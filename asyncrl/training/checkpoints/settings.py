@@ -16,7 +16,7 @@ _SAME_TRAINING = frozenset(
 """Settings that change how a step is computed, not its result. Another number of ranks is refused anyway."""
 
 _TOLD = (
-    *("train.", "data.", "eval.data.", "model.path", "model.dtype"),
+    *("train.", "algorithm.", "data.", "eval.data.", "model.path", "model.dtype"),
     *("rollout.prompts_per_step", "rollout.max_staleness"),
 )
 """What decides what is trained, on what, and how it is measured. The executor checks what shapes a group."""

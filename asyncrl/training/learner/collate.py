@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
@@ -38,6 +39,18 @@ class PackedTokens:
         """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
         inputs = ("tokens", "positions", "rows", "targets")
         return replace(self, **{name: getattr(self, name).to(device) for name in inputs})
+
+    def padded(self, multiple: int) -> PackedTokens:
+        """Appends a sequence of padding where the tokens are no multiple; nothing in it is sampled."""
+        missing = -len(self.tokens) % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            lengths=(*self.lengths, missing),
+            tokens=F.pad(self.tokens, (0, missing)),
+            positions=F.pad(self.positions, (0, missing)),
+        )
 
 
 def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:

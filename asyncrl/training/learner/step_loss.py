@@ -31,6 +31,8 @@ class StepLoss:
     """bool [T]: True for tokens that were made by the very weights that the trainer holds. Then the loss also tallies
     |log-prob - the engine's log-prob|, of these tokens and of the others apart. None: no engine made the tokens, or the
     weights have moved since the batch was begun."""
+    weights: Tensor | None = None
+    """float32 [T]: `TokenInputs.weights` of this optimizer step; None where all are 1."""
 
     @property
     def temperature(self) -> float:
@@ -81,6 +83,10 @@ class StepLoss:
             sequence=packed.sequences.to(device),
             sample=samples.to(device),
             group=batch.group_index[samples].to(device),
+            weights=torch.ones_like(logprobs, requires_grad=False)
+            if self.weights is None
+            else self.weights[places].to(device),
+            num_sequences=batch.num_sequences,
         )
 
 

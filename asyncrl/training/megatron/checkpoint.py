@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncrl.data.model_files import safetensors_files
 from asyncrl.errors import ModelError
 from asyncrl.training.checkpoints.files import end_replacement, replace_directory, sync_directory
 from asyncrl.training.megatron import mapping
@@ -42,25 +42,12 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ModelError(f"{index} is not a safetensors index: {error}") from None
-        elif (directory / "model.safetensors").is_file():
-            files = ["model.safetensors"]
-        else:
-            raise ModelError(
-                f"{directory} has neither model.safetensors nor model.safetensors.index.json; other weight "
-                f"formats are not read: save the model with save_pretrained(..., safe_serialization=True)"
-            )
         self._handles: dict[str, Any] = {}
-        for file in files:
+        for file in safetensors_files(directory):
             try:
-                handle = safe_open(directory / file, framework="pt")
+                handle = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ModelError(f"{directory / file} cannot be read: {error}") from None
+                raise ModelError(f"{file} cannot be read: {error}") from None
             self._handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
 
     @property

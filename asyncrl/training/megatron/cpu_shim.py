@@ -3,6 +3,7 @@
 Megatron-core 0.16 runs on gloo and CPU tensors except for a few literals: `device="cuda"`,
 `torch.cuda.current_device()`, and comparisons of `tensor.type()` with "torch.cuda.FloatTensor". A TorchFunctionMode
 answers them. The mode holds for the *thread* that enters it, so `install` must be called in the thread that trains.
+Recomputation of activations saves and sets the state of a GPU's generator, whatever is drawn from it: there is none.
 
 Importing Megatron decorates dozens of fused kernels with torch.compile, which loads inductor, and looks for packages of
 GPU kernels. One of them (flash_mla) answers with an OSError instead of an ImportError. Without `quick_import` the
@@ -59,7 +60,11 @@ def install() -> None:
     """Answers CUDA literals with the CPU, in the calling thread, from now on. Idempotent in each thread."""
     if not needed() or getattr(_thread, "mode", None) is not None:
         return
+    from megatron.core.tensor_parallel import random  # not before `quick_import`
+
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.random.get_rng_state = lambda device="cuda": torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = _set_no_generator
     _thread.mode = _CudaMeansCpu()
     _thread.mode.__enter__()
 
@@ -85,6 +90,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
+
+
+def _set_no_generator(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    """Megatron's own would queue each call, for ever, until CUDA is there."""
 
 
 def _compile_nothing(model: Any = None, **_: Any) -> Any:

@@ -1,6 +1,7 @@
 """Megatron's DDP and Adam around one model: gradient buffers, updates, and moving them off the device and back.
 
-Never run so far (needs a GPU): everything in `offload` and `onload`.
+Never run so far (needs a GPU): everything in `offload` and `onload`; Adam on the host, other than on a CPU that plays
+the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,48 +23,45 @@ from torch import Tensor
 
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.errors import CheckpointError
+from asyncrl.training.megatron.host_memory import HostMemory, apart_from, free_cached
 from asyncrl.training.megatron.model import PolicyModel
 
 _WEIGHT = "weight"
+_MASTER = "master_param"
+"""Under this name the hybrid optimizer adds the weight to Adam's state."""
 
 
 class Optimizer:
     """Gradients, Adam state and weights of one rank.
 
-    With several data-parallel ranks, each holds a part of the Adam state. A single one does without Megatron's
-    distributed optimizer, which would copy all weights and gradients through collectives of one.
+    With several data-parallel ranks, each holds a part of the Adam state. A single one has nothing to share, and does
+    without Megatron's distributed optimizer, which would copy all weights and gradients through collectives of one.
+
+    With `train.optimizer_on_host`, Megatron's hybrid optimizer holds moments and main weights in host memory and
+    updates them there; gradient norm and clipping stay on the device. It is a form of the distributed optimizer, on
+    any number of ranks.
     """
 
     def __init__(
         self, model: PolicyModel, config: TransformerConfig, train: TrainConfig, *, data_parallel: int
     ) -> None:
-        self._sharded = data_parallel > 1
+        self._train = train
         self._device = next(model.parameters()).device
-        bf16 = config.params_dtype == torch.bfloat16
-        wrapped = Float16Module(config, model) if bf16 else model
+        self._host = HostMemory(self._device)
+        self._on_host = train.optimizer_on_host and has_memory_of_its_own(self._device)
+        self._sharded = data_parallel > 1 or self._on_host
+        self._bf16 = config.params_dtype == torch.bfloat16
+        wrapped = Float16Module(config, model) if self._bf16 else model
         self.module = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded),
             wrapped,
         )
-        self._train = train
-        self._bf16 = bf16
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=train.lr,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.adam_beta1,
-                adam_beta2=train.adam_beta2,
-                adam_eps=train.adam_eps,
-                clip_grad=train.grad_clip,
-                bf16=bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=self._sharded,
-            ),
-            [self.module],
-            use_gloo_process_groups=False,
+            self._settings(config.params_dtype), [self.module], use_gloo_process_groups=False
         )
+        if self._on_host:
+            torch.accelerator.empty_host_cache()  # pinned copies of the whole model, of which it has kept its part
         config.finalize_model_grads_func = finalize_model_grads
         self._at_first = self._largest().clamp(min=1.0)
         """Of each parameter, before any step."""
@@ -84,7 +83,9 @@ class Optimizer:
             group["lr"] = lr
             group["weight_decay"] = self._train.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
         if self._train.grad_clip > 0:
-            clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._train.grad_clip, grad_norm)
+            clip_grad_by_total_norm_fp32(
+                self._optimizer.get_parameters(), self._train.grad_clip, grad_norm, use_decoupled_grad=self._on_host
+            )
         self._optimizer.step_with_ready_grads()
 
     def growth(self) -> float:
@@ -113,7 +114,7 @@ class Optimizer:
             f"{place}.{name}": value.detach().to("cpu", copy=True)
             for place, parameter, state in self._places()
             for name, value in {_WEIGHT: parameter, **state}.items()
-            if torch.is_tensor(value)
+            if torch.is_tensor(value) and name != _MASTER
         }
         steps = [[group.get("step") for group in adam.param_groups] for adam in self._adams()]
         return tensors, {"group_steps": steps}
@@ -139,7 +140,10 @@ class Optimizer:
                 if step is not None:
                     group["step"] = step
         for optimizer in self._parts():
-            if isinstance(optimizer, MixedPrecisionOptimizer):
+            if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+                for parameter, updated in optimizer.optimizer.param_to_inner_param.items():
+                    parameter.copy_(updated)
+            elif isinstance(optimizer, MixedPrecisionOptimizer):
                 optimizer._copy_main_params_to_model_params()
         if self._sharded:
             self.module.start_param_sync()  # gathers the weights that other ranks hold
@@ -147,24 +151,44 @@ class Optimizer:
     def offload(self, *, keep_weights: bool) -> None:
         """Drops the gradient buffers and moves Adam's state to host memory; the weights go too unless they are kept.
 
-        Without the weights nothing can be exported before `onload`: the storage of sharded ones is empty.
+        What went has no memory before `onload`. So without the weights nothing can be exported.
         """
         for buffer in self.module.buffers:
-            buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
-        host = torch.device("cpu")
-        self._move_state(host)
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
+        weights = list(self.module.parameters())
+        self._host.take(apart_from(self._state_tensors(), weights))
         if not keep_weights:
-            self._move_weights(host)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+            self._host.take(weights)
+        free_cached()
 
     def onload(self) -> None:
         """Undoes `offload`."""
+        self._host.give_back()
         for buffer in self.module.buffers:
-            buffer.reload_from_cpu(move_params=True, move_grads=True)
-        self._move_state(self._device)
-        self._move_weights(self._device)
+            buffer.reload_from_cpu(move_params=False, move_grads=True)
         torch.cuda.synchronize()
+
+    def _settings(self, dtype: torch.dtype) -> OptimizerConfig:
+        train = self._train
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=train.lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_eps=train.adam_eps,
+            clip_grad=train.grad_clip,
+            bf16=self._bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=self._sharded,
+            optimizer_cpu_offload=self._on_host,
+            optimizer_offload_fraction=1.0,  # unused without the offload
+        )
+        if self._on_host:
+            # No main weights on the device. The constructor would ask for Transformer Engine's Adam, which is not used.
+            settings.use_precision_aware_optimizer = True
+            settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        return settings
 
     @torch.no_grad()
     def _largest(self) -> Tensor:
@@ -172,25 +196,19 @@ class Optimizer:
         extremes = [torch.stack(torch.aminmax(weights)) for weights in self.module.parameters()]
         return torch.stack(extremes).abs().amax(1).float().cpu()
 
-    def _move_weights(self, device: torch.device) -> None:
-        """Moves weights that lie outside Megatron's buffers; those of sharded ranks are views of them."""
-        if not self._sharded:
-            for parameter in self.module.parameters():
-                parameter.data = parameter.data.to(device)
-
-    def _move_state(self, device: torch.device) -> None:
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Moments, and main weights in float32; in float32 training these are the weights themselves."""
         for optimizer in self._adams():
             for state in optimizer.state.values():
-                # moments only: torch's step count, a scalar, stays on the host
-                state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0})
-            if self._bf16:  # main weights in float32; in float32 training the weights are their own
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.data = parameter.data.to(device)
+                yield from (value for value in state.values() if torch.is_tensor(value))
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _adams(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers whose parameters are updated: those of a hybrid one, which hold the weights on the host."""
         for optimizer in self._parts():
-            yield optimizer.optimizer
+            adam = optimizer.optimizer
+            yield from adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]
 
     def _parts(self) -> list[MegatronOptimizer]:
         parts: list[MegatronOptimizer] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
@@ -202,6 +220,11 @@ class Optimizer:
             for j, group in enumerate(adam.param_groups):
                 for k, parameter in enumerate(group["params"]):
                     yield f"{i}.{j}.{k}", parameter, adam.state[parameter]
+
+
+def has_memory_of_its_own(device: torch.device) -> bool:
+    """Whether the device's memory is not the host's, so that something can be moved."""
+    return device.type != "cpu"
 
 
 def fitting(saved: Tensor | None, place: str, parameter: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ def forward_logprobs(
 
 
 def _forward(model: torch.nn.Module, packed: PackedTokens) -> Tensor:
+    packed = packed.padded(parallel_state.get_tensor_model_parallel_world_size())  # which cut the tokens among them
     sequences = packed_sequences(packed.lengths, packed.tokens.device)
     logits: Tensor = model(packed.tokens[None], packed.positions[None], sequences, packed.rows)
     return logits

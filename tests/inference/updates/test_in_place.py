@@ -41,7 +41,6 @@ class ClockedClient(RolloutClient):
 async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[ClockedClient]:
     options = RequestOptions(
         vocab_size=1 << 20,
-        concurrency=64,
         timeout_s=10.0,
         retry=RetryPolicy(retries=0, patience_s=1.0),
         keeps_kv=keeps_kv,

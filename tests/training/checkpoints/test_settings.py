@@ -19,7 +19,7 @@ SAVED = config_toml(Config())
         ("train", "lr", 1e-3, "train.lr was 1e-05, is 0.001"),
         ("train", "num_steps", None, "train.num_steps was 100, is none"),
         ("train", "lr_decay", "cosine", "train.lr_decay was 'constant', is 'cosine'"),
-        ("train", "normalize_advantages", False, "train.normalize_advantages was true, is false"),
+        ("algorithm", "normalize_advantages", False, "algorithm.normalize_advantages was none, is false"),
         ("rollout", "max_staleness", 2, "rollout.max_staleness was none, is 2"),
         ("model", "path", "models/other", "model.path was 'runs/demo-model', is 'models/other'"),
         ("data", "source", "other.jsonl", "data.source was '', is 'other.jsonl'"),
