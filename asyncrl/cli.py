@@ -236,7 +236,7 @@ def engine(
         max_running_requests=max_running_requests,
         context_length=context_length,
     )
-    run_engine(settings, port=port, host=host)
+    sys.exit(run_engine(settings, port=port, host=host))
 
 
 @app.command

@@ -123,7 +123,7 @@ class Builder:
             url=f"http://{config.run.host}:{ports.http}",
             tensor_parallel=placement.tensor_parallel,
             gpus=placement.gpus,
-            colocated=placement.colocated,
+            trainer_ranks=placement.trainer_ranks,
         )
         engine = ManagedEngine(
             endpoint,

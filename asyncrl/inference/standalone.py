@@ -1,12 +1,12 @@
 """An engine without a job: `asyncrl engine MODEL`, for `engine.external` of one job after the other.
 
 It is launched as a job launches its own engines, on a CPU too, and goes on until it is stopped. A restart of a job then
-costs no start of an engine.
+costs no start of an engine. A guardian ends it and removes its files, as in a job.
 """
 
 from __future__ import annotations
 
-import os
+import secrets
 import socket
 import tempfile
 from pathlib import Path
@@ -16,15 +16,18 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.host.foreground import run_in_foreground
+from asyncrl.host.process import INHERITED, ProcessSpec
 from asyncrl.inference.building import is_small
 from asyncrl.inference.engines.ports import EnginePorts
 from asyncrl.inference.sglang.launch import engine_argv, engine_environment
 
+GRACE_S = 10.0
+"""From the signal that stops the engine to its end by force, in which it may finish what it generates."""
 
-def standalone_engine(
-    settings: ServedModelConfig, *, port: int, host: str, machine: Machine
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Command line and environment of an engine that serves `settings.path` at `host`:`port`.
+
+def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, machine: Machine) -> ProcessSpec:
+    """The process of an engine that serves `settings.path` at `host`:`port`, and writes to the terminal.
 
     It binds the two ports after `port` too. Raises ConfigError for a directory without a model, and where there are
     fewer GPUs than ranks.
@@ -41,7 +44,6 @@ def standalone_engine(
         tensor_parallel=ranks,
         gpus=tuple(range(ranks)) if device == "cuda" else (),
         visible_devices=",".join(machine.gpus[:ranks]),
-        colocated=False,
         transport="broadcast",
     )
     argv = engine_argv(
@@ -54,22 +56,29 @@ def standalone_engine(
         dtype="bfloat16" if device == "cuda" else "float32",
         context_length=settings.context_length,
     )
-    scratch = Path(tempfile.gettempdir())
-    threads = None
+    scratch = threads = None
     if device == "cpu":
+        scratch = Path(tempfile.gettempdir()) / f"asyncrl-{secrets.token_hex(4)}" / "0"
         shares = threads_on_cpu(machine, ranks)
         threads = shares.small_engine if is_small(settings.path) else shares.engine_beside_trainer
-    return argv, engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch)
+    return ProcessSpec(
+        name="engine",
+        argv=argv,
+        env=engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch),
+        log_path=INHERITED,
+        scratch=None if scratch is None else str(scratch),
+    )
 
 
-def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> None:
-    """Becomes that engine; does not return. Raises ConfigError also where one of its ports is taken."""
+def run_engine(settings: ServedModelConfig, *, port: int, host: str) -> int:
+    """Runs that engine until it ends or is stopped; returns its exit code. Raises ConfigError also where one of its
+    ports is taken."""
     for needed in range(port, port + 3):
         _check_free(host, needed)
-    argv, environment = standalone_engine(settings, port=port, host=host, machine=Machine.detect())
+    spec = standalone_engine(settings, port=port, host=host, machine=Machine.detect())
     url = f"http://{host}:{port}"
     print(f"engine of {settings.path} at {url}; a job takes it with --engine.external {url}", flush=True)
-    os.execve(argv[0], argv, os.environ | environment)
+    return run_in_foreground(spec, grace_s=GRACE_S)
 
 
 def _check_free(host: str, port: int) -> None:

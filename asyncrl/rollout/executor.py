@@ -166,7 +166,8 @@ class RolloutExecutor:
         scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self.name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
-        prompts = await self._load(config.data, self._sampling, "data")
+        trains = config.data.source or config.train.num_steps != 0
+        prompts = await self._load(config.data, self._sampling, "data") if trains else PromptSet((), 0, 0)
         eval_prompts: PromptSet | None = None
         if held_out is not None:
             eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")

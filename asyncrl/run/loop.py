@@ -218,10 +218,14 @@ class Run:
         return metrics
 
     async def commit(self, step: int) -> None:
-        """Tells the executor that the batch of `step` is trained; its groups have ended."""
+        """Tells the executor that the batch of `step` is trained; its groups have ended.
+
+        A run that this one overwrites is erased with the first step.
+        """
         with self.job.record.phase("train"):
             await self.executor.commit(step, self._trainer_name)
         self._trained = step + 1
+        await anyio.to_thread.run_sync(self.job.directory.erase_former)
 
     async def checkpoint(self, step: int) -> None:
         """Saves the run after `step` where `checkpoint.every` says so, and after the last step. Call it after `commit`.
@@ -251,13 +255,21 @@ class Run:
     async def finish(self) -> None:
         """Ends the loop: last checkpoint, last publication, evaluation at the end and export, where they are due.
 
-        After a loop that ended early too; not after one that failed. Raises NonFiniteError where every optimizer step
-        was skipped: nothing was trained, so nothing is exported.
+        After a loop that ended early too; not after one that failed. Where one of them fails, the evaluation under way
+        still gives its point. Raises NonFiniteError where every optimizer step was skipped: nothing was trained, so
+        nothing is exported.
         """
-        config = self.job.config
         if self.job.stop.requested and not self._trained:
             self.job.record.note("stopped before the first step: nothing was trained, so nothing is exported")
             return
+        try:
+            await self._save_results()
+        finally:
+            with self.job.record.phase("eval"):
+                await self._evaluations.finish()
+
+    async def _save_results(self) -> None:
+        config = self.job.config
         if self._skipped and not self._updates:
             raise NonFiniteError(
                 f"all {self._skipped} optimizer steps were skipped, as loss or gradient were not finite "
@@ -270,8 +282,6 @@ class Run:
             await self.evaluate(self._trained, last=True)
         if config.run.export:
             await self.export()
-        with self.job.record.phase("eval"):
-            await self._evaluations.finish()
 
     async def export(self) -> None:
         """Writes the policy as a Hugging Face directory into the run directory; without a trainer there is none."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.observability.text_plots import size
+from asyncrl.weights.handover import Handover
 from asyncrl.weights.transfer import Payload, Sink
 
 BLOCK_BYTES = 64 << 20
@@ -88,8 +89,8 @@ class Recording:
         """Takes the memory; runs in the trainer thread. Without memory nothing is recorded, with a warning."""
         payload, size_bytes = self.payload, self.payload.size_bytes
 
-        async def export(sink: Sink, timeout_s: float) -> None:
-            await payload.export(_Recorder(self._buffer, self, sink), timeout_s)
+        async def export(sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
+            await payload.export(_Recorder(self._buffer, self, sink), timeout_s, handover)
 
         try:
             self._buffer.reserve(size_bytes)

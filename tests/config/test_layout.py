@@ -130,12 +130,47 @@ def test_gpus_are_shared_by_choice():
     assert [(engine.gpus, engine.transport) for engine in layout.engines] == [((0,), "tensor"), ((1,), "tensor")]
 
 
-def test_shared_and_free_gpus_can_be_mixed_by_an_explicit_list():
-    layout = plan_layout(Config.model_validate({"engine": {"colocate": True, "gpus": [0, 1]}}), gpus(2))
-    assert [(engine.colocated, engine.transport) for engine in layout.engines] == [
-        (True, "tensor"),
-        (False, "broadcast"),
-    ]
+def test_shared_and_free_gpus_are_mixed_only_where_weights_reach_all_engines_in_one_way():
+    mixed = {"engine": {"colocate": True, "gpus": [0, 1]}}
+    found = refusals(mixed, gpus(2))
+    assert list(found) == ["weights.transport"]
+    assert (
+        "only broadcast reaches engine-1 and tensor reaches engine-0; name in engine.gpus only"
+        in found["weights.transport"]
+    )
+    external = {"engine": {"external": ["http://127.0.0.1:1"], "num_engines": 1}}
+    assert "broadcast reaches external-0" in refusals(external, gpus(1))["weights.transport"]
+    layout = plan_layout(Config.model_validate(mixed | {"weights": {"transport": "disk"}}), gpus(2))
+    assert [(e.colocated, e.transport) for e in layout.engines] == [(True, "disk"), (False, "disk")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [
+        ({}, [(0,), (1,), (2,), (3,)]),
+        ({"tensor_parallel": 2}, [(0, 1), (2, 3)]),
+        ({"tensor_parallel": 4}, [(0, 1, 2, 3)]),
+        ({"tensor_parallel": 2, "num_engines": 1}, [(0, 1)]),
+        ({"gpus": [3, 1], "tensor_parallel": 2}, [(3, 1)]),
+        ({"gpus": [2, 0]}, [(2,), (0,)]),
+    ],
+)
+@pytest.mark.parametrize("trainer", [1, 2, 4])
+def test_engines_that_share_gpus_know_the_trainer_rank_on_each_in_their_own_order(trainer, engine, ranks):
+    config = {"engine": {"colocate": True} | engine, "train": {"tensor_parallel": trainer}}
+    layout = plan_layout(Config.model_validate(config), gpus(4, ranks=4))
+    assert [placed.trainer_ranks for placed in layout.engines] == ranks
+    assert [placed.gpus for placed in layout.engines] == ranks, "local rank i has GPU i"
+    assert layout.transports == {"tensor"}
+
+
+@pytest.mark.parametrize(("size", "text"), [(3, None), (8, "need 8, but 4 of the 4 visible GPUs")])
+def test_an_engine_that_is_larger_than_the_trainers_gpus_is_refused(size, text):
+    config = {"engine": {"colocate": True, "tensor_parallel": size}}
+    if text is None:  # GPU 3 trains alone
+        assert places(plan_layout(Config.model_validate(config), gpus(4, ranks=4)).engines) == [(0, (0, 1, 2))]
+    else:
+        assert text in refusals(config, gpus(4, ranks=4))["engine.tensor_parallel"]
 
 
 def test_ranks_of_a_second_node_use_their_own_nodes_gpus():
@@ -241,11 +276,14 @@ def test_no_gpu_has_two_users_and_no_engine_two_nodes(job: tuple[Config, Machine
         assert shared in (set(), set(engine.devices))  # all of its GPUs or none
         if not config.debug.rollout_only:
             assert engine.colocated == bool(shared)
+            places_of = {t.rank: Gpu(t.node, t.gpu) for t in layout.trainers if t.gpu is not None}
+            assert tuple(places_of[rank] for rank in engine.trainer_ranks) == (engine.devices if shared else ())
     assert not any(training.intersection(engine.devices) for engine in beside)
     used = [gpu for engine in engines for gpu in engine.devices]
     assert len(set(used)) == len(used)
     assert {*used, *training, *layout.unused_gpus} == set(machine.all_gpus)
     assert not ({*used, *training} & set(layout.unused_gpus))
+    assert len(layout.transports) == 1
     wanted = config.engine.num_engines
     assert len(layout.engines) == wanted or (wanted is None and layout.engines)
     assert {name: len(served.engines) for name, served in layout.beside.items()} == {

@@ -163,6 +163,8 @@ README = Path(__file__).parents[2] / "README.md"
             "algorithm.old_logprobs",
             "a correction compares with the trainer's log-probs",
         ),
+        (["--train.algorithm", "distill"], "algorithm.teacher", "is not set; give the directory of the model to learn"),
+        (["--algorithm.reference", "nowhere"], "algorithm.reference", "nowhere is no Hugging Face model directory"),
         (["--algorithm.dual-clip", "0.5"], "algorithm.dual_clip", "expected number, over 1, or none"),
         (
             ["--track.to", "wandp"],
@@ -228,6 +230,13 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
 def test_an_unusual_setting_that_works_is_not_refused(load, argv):
     Path("my_rewards.py").write_text("from anywhere import *")
     load(*argv)
+
+
+def test_a_checkpoint_to_begin_from_is_not_in_the_run_that_is_overwritten(refused):
+    checkpoint = Path("old/checkpoints/step-000004")
+    checkpoint.mkdir(parents=True)
+    overwriting = ("--run.dir", "old", "--run.if-exists", "overwrite", "--checkpoint.resume", str(checkpoint))
+    assert f"which holds checkpoint.resume ({checkpoint})" in refused(*overwriting)["run.if_exists"]
 
 
 def test_a_system_prompt_needs_a_tokenizer_with_a_chat_template(load, refused):

@@ -86,7 +86,6 @@ def cpu_layout(engines: int) -> ProcessLayout:
                 tensor_parallel=1,
                 gpus=(),
                 visible_devices="",
-                colocated=False,
                 transport="broadcast",
             )
             for i in range(engines)
@@ -97,7 +96,7 @@ def cpu_layout(engines: int) -> ProcessLayout:
 
 def colocated_layout(engines: int) -> ProcessLayout:
     layout = cpu_layout(engines)
-    shared = tuple(replace(placement, colocated=True, gpus=(0,)) for placement in layout.engines)
+    shared = tuple(replace(placement, trainer_ranks=(0,), gpus=(0,)) for placement in layout.engines)
     return replace(layout, device="cuda", engines=shared)
 
 

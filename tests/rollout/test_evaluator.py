@@ -39,6 +39,14 @@ async def test_evaluation_is_greedy_over_all_held_out_prompts(start_executor: St
         assert report.as_dict()["eval/accuracy"] == 0.75
 
 
+async def test_an_evaluation_without_training_reads_no_prompts_of_training(
+    start_executor: StartExecutor, prompts: Path
+) -> None:
+    sections = {"data": {"source": ""}, "train": {"num_steps": 0}, "eval": {"data": {"source": str(prompts)}}}
+    async with scripted_engine() as engine, start_executor(engine, **sections) as executor:
+        assert (await executor.eval(0)).skipped is None
+
+
 async def test_an_evaluation_that_does_not_end_is_a_skipped_point(start_executor: StartExecutor, prompts: Path) -> None:
     evaluation = {"data": {"source": str(prompts)}, "timeout_s": 0.3}
     async with scripted_engine() as engine, start_executor(engine, eval=evaluation) as executor:

@@ -180,7 +180,13 @@ def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None =
     return SimpleNamespace(
         config=config,
         layout=layout,
-        directory=SimpleNamespace(export="DIR", attempt=0, events=None, weight_version=lambda step: f"0.{step}"),
+        directory=SimpleNamespace(
+            export="DIR",
+            attempt=0,
+            events=None,
+            weight_version=lambda step: f"0.{step}",
+            erase_former=lambda: None,
+        ),
         events=SimpleNamespace(emit=lambda event: None),
         record=record,
         stop=StopRequest(),

@@ -121,6 +121,9 @@ class ScriptedBackend:
         self._together("logprobs")
         return batch.logprobs * 2
 
+    def copy_weights(self, source: Any) -> None:
+        self._together("copy_weights")
+
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         return SPECS
 

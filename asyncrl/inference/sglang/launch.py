@@ -96,6 +96,9 @@ def engine_environment(
         # The job's servers bind to loopback; so does the wire of its weights.
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if placement.colocated:
+        # Without it the engine keeps the memory of its CUDA graphs when it is told to release them.
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
     if threads is not None:
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,

@@ -130,6 +130,14 @@ class Backend(Protocol):
             CheckpointError: the shard is that of another model.
         """
 
+    def copy_weights(self, source: Backend) -> None:
+        """Takes over the weights of `source`: the same kind of backend and architecture, on the same ranks. Only where
+        the role is not trained.
+
+        Raises:
+            ModelError: the architectures differ.
+        """
+
     def offload(self, *, keep_weights: bool) -> None:
         """Frees the GPU memory of this rank: optimizer state goes to host memory, gradients are dropped.
 

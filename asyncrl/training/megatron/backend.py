@@ -15,7 +15,9 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import ModelError
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, restore_rng
+from asyncrl.training.learner.backend import Backend
 from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
@@ -63,8 +65,9 @@ class MegatronBackend:
             recompute=config.train.recompute,
         )
         model = PolicyModel(self._architecture, model_config).to(device=self._device, dtype=dtype)
+        self._parameters = dict(model.named_parameters())
         self._weights = WeightExchange(
-            dict(model.named_parameters()),
+            self._parameters,
             self._architecture,
             layout,
             parallel_state.get_tensor_model_parallel_group(),
@@ -135,6 +138,13 @@ class MegatronBackend:
         tensors = {n.removeprefix(_MODEL): t for n, t in shard.tensors.items() if n.startswith(_MODEL)}
         self._model.restore(tensors, shard.facts["model"])
         tensor_parallel.get_cuda_rng_tracker().set_states(restore_rng(shard, self._device))
+
+    def copy_weights(self, source: Backend) -> None:
+        """Takes over the weights of another role. Raises ModelError where its architecture is another."""
+        assert isinstance(source, MegatronBackend) and isinstance(self._model, FrozenModel)
+        if source._architecture != self._architecture:
+            raise ModelError(f"{source._source} and {self._source} are models of different architectures")
+        self._model.copy(source._parameters)
 
     def offload(self, *, keep_weights: bool) -> None:
         """Moves Adam's state to host memory and drops gradients; the weights go too unless they are kept."""

@@ -1,4 +1,4 @@
-"""Makes Megatron-core run without CUDA. Nothing else bends Megatron, and nothing here has an effect on a GPU machine.
+"""Makes Megatron-core run without CUDA. Nothing else bends Megatron. On a GPU machine it only hides wandb.
 
 Megatron-core 0.16 runs on gloo and CPU tensors except for a few literals: `device="cuda"`,
 `torch.cuda.current_device()`, and comparisons of `tensor.type()` with "torch.cuda.FloatTensor". A TorchFunctionMode
@@ -8,6 +8,10 @@ Recomputation of activations saves and sets the state of a GPU's generator, what
 Importing Megatron decorates dozens of fused kernels with torch.compile, which loads inductor, and looks for packages of
 GPU kernels. One of them (flash_mla) answers with an OSError instead of an ImportError. Without `quick_import` the
 import costs six seconds more, or fails.
+
+Megatron imports wandb for its own timers, where it is installed. An imported wandb has made two temporary directories,
+which only a regular exit of the process removes; a rank that a signal stops leaves by `os._exit`. Trackers have
+processes of their own, so no rank needs wandb.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 _GPU_PACKAGES = ("flash_mla", "flashinfer")
 """Packages of kernels that Megatron uses where it can import them; SGLang depends on them."""
+_NEVER_NEEDED = ("wandb",)
 
 _thread = threading.local()
 
@@ -34,13 +39,13 @@ def needed() -> bool:
 
 @contextlib.contextmanager
 def quick_import() -> Iterator[None]:
-    """While it is open, torch.compile decorates nothing and GPU kernels seem absent."""
-    if not needed():
-        yield
-        return
+    """While it is open, wandb seems absent. Without CUDA, GPU kernels do too, and torch.compile decorates nothing."""
     compile_ = torch.compile
-    hidden = [package for package in _GPU_PACKAGES if package not in sys.modules]
-    torch.compile = _compile_nothing
+    hidden = _NEVER_NEEDED
+    if needed():
+        hidden += _GPU_PACKAGES
+        torch.compile = _compile_nothing
+    loaded = {package: sys.modules[package] for package in hidden if package in sys.modules}
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
@@ -48,6 +53,7 @@ def quick_import() -> Iterator[None]:
         torch.compile = compile_
         for package in hidden:
             del sys.modules[package]
+        sys.modules.update(loaded)
 
 
 def install() -> None:

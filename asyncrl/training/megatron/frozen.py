@@ -5,6 +5,7 @@ Never run so far (needs a GPU): `offload` and `onload`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.training.megatron.host_memory import HostMemory, free_cached
 from asyncrl.training.megatron.model import PolicyModel
 from asyncrl.training.megatron.optimizer import fitting
 
@@ -21,7 +23,7 @@ class FrozenModel:
 
     def __init__(self, model: PolicyModel, config: TransformerConfig) -> None:
         self._model = model.requires_grad_(False)
-        self._device = next(model.parameters()).device
+        self._host = HostMemory(next(model.parameters()).device)
         self.module = Float16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
@@ -38,17 +40,19 @@ class FrozenModel:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(fitting(tensors.get(name), name, parameter))
 
+    @torch.no_grad()
+    def copy(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets the weights to those of another model of the same architecture, by parameter name."""
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights[name])
+
     def offload(self, *, keep_weights: bool) -> None:
         """Moves the weights to host memory unless they are kept."""
         if not keep_weights:
-            self._move(torch.device("cpu"))
+            self._host.take(self._model.parameters())
+        free_cached()
 
     def onload(self) -> None:
         """Undoes `offload`."""
-        self._move(self._device)
-
-    def _move(self, device: torch.device) -> None:
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(device)
+        self._host.give_back()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()

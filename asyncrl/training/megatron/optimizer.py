@@ -23,6 +23,7 @@ from torch import Tensor
 
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.errors import CheckpointError
+from asyncrl.training.megatron.host_memory import HostMemory, apart_from, free_cached
 from asyncrl.training.megatron.model import PolicyModel
 
 _WEIGHT = "weight"
@@ -46,6 +47,7 @@ class Optimizer:
     ) -> None:
         self._train = train
         self._device = next(model.parameters()).device
+        self._host = HostMemory(self._device)
         self._on_host = train.optimizer_on_host and has_memory_of_its_own(self._device)
         self._sharded = data_parallel > 1 or self._on_host
         self._bf16 = config.params_dtype == torch.bfloat16
@@ -149,23 +151,21 @@ class Optimizer:
     def offload(self, *, keep_weights: bool) -> None:
         """Drops the gradient buffers and moves Adam's state to host memory; the weights go too unless they are kept.
 
-        Without the weights nothing can be exported before `onload`: the storage of sharded ones is empty.
+        What went has no memory before `onload`. So without the weights nothing can be exported.
         """
         for buffer in self.module.buffers:
-            buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
-        host = torch.device("cpu")
-        self._move_state(host)
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
+        weights = list(self.module.parameters())
+        self._host.take(apart_from(self._state_tensors(), weights))
         if not keep_weights:
-            self._move_weights(host)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+            self._host.take(weights)
+        free_cached()
 
     def onload(self) -> None:
         """Undoes `offload`."""
+        self._host.give_back()
         for buffer in self.module.buffers:
-            buffer.reload_from_cpu(move_params=True, move_grads=True)
-        self._move_state(self._device)
-        self._move_weights(self._device)
+            buffer.reload_from_cpu(move_params=False, move_grads=True)
         torch.cuda.synchronize()
 
     def _settings(self, dtype: torch.dtype) -> OptimizerConfig:
@@ -196,23 +196,13 @@ class Optimizer:
         extremes = [torch.stack(torch.aminmax(weights)) for weights in self.module.parameters()]
         return torch.stack(extremes).abs().amax(1).float().cpu()
 
-    def _move_weights(self, device: torch.device) -> None:
-        """Moves weights that lie outside Megatron's buffers; those of sharded ranks are views of them."""
-        if not self._sharded:
-            for parameter in self.module.parameters():
-                parameter.data = parameter.data.to(device)
-
-    def _move_state(self, device: torch.device) -> None:
-        if self._on_host:
-            return
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Moments, and main weights in float32; in float32 training these are the weights themselves."""
         for optimizer in self._adams():
             for state in optimizer.state.values():
-                # moments only: torch's step count, a scalar, stays on the host
-                state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0})
-            if self._bf16:  # main weights in float32; in float32 training the weights are their own
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.data = parameter.data.to(device)
+                yield from (value for value in state.values() if torch.is_tensor(value))
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _adams(self) -> Iterator[torch.optim.Optimizer]:
         """The optimizers whose parameters are updated: those of a hybrid one, which hold the weights on the host."""

@@ -102,7 +102,7 @@ def _serve(
     seq = 0
     try:
         channel = join_process_groups(environment, store, config.train.step_timeout_s)
-        state = RankState(config, environment.layout(config), make_backend, link.send)
+        state = RankState(config, environment.layout(config), make_backend, link.send, link.desk)
         while True:
             message = channel.receive()
             seq = message.seq
