@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.training.models.architecture import Architecture
+from asyncrl.config.architecture import Architecture
 
 
 class Kind(Enum):

@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
 from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
-from asyncrl.training.models.architecture import Architecture
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
