@@ -30,7 +30,7 @@ async def evaluate(job: Job) -> None:
 def evaluate_model(model: Path, argv: Sequence[str]) -> int:
     """Runs `evaluate` on the model in directory `model`; `argv` holds recipes and settings. Returns the exit code."""
     name = model.absolute().name
-    ours = ("--model.path", str(model), "--model.builder", "none", "--debug.rollout_only", "--eval.fleet", "none")
-    ours += ("--train.num_steps", "0", "--data.source", "")
+    ours = ["--model.path", str(model), "--model.builder", "none", "--debug.rollout_only", "--eval.fleet", "none"]
+    ours += ["--train.num_steps", "0", "--data.source", ""]
     there = ("--run.dir", f"runs/evaluate-{name}", "--run.if_exists", "new")
     return run_job(evaluate, [*ours, *there, *argv])

@@ -3,7 +3,7 @@
 Invariants
 - Only `Machine.detect` and `installed_gpus` look at the machine. Everything that decides is a pure function.
 - A GPU is named by its position among those that this process may use, as torch numbers them. `gpus[i]` is what
-  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job are kept.
+  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job hold for it.
 - Nodes are taken to be alike: a process sees the GPUs of its own node only, and assumes the same ones on the others.
 """
 
@@ -29,7 +29,7 @@ class Machine:
     rank: int = 0
     """This process's own rank."""
     gpus: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES calls each visible GPU of a node: an index or a UUID."""
+    """What CUDA_VISIBLE_DEVICES of a child calls each visible GPU of a node: its index, or the name of a MIG slice."""
     cpus: tuple[int, ...] = (0,)
     """Cores that this process may run on."""
     omp_threads: int | None = None
@@ -123,22 +123,24 @@ def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
 
     Follows CUDA's own rules: no mask shows all; the first entry that names no GPU ends the list; a UUID may be
     abbreviated while it stays unique; an entry given twice hides everything; of MIG slices only the first counts.
+
+    A UUID becomes the driver's index, because an engine of several GPUs reads its own mask as numbers. Such an engine
+    must number GPUs as the driver does (`engine_environment`).
     """
     if mask is None:
         return tuple(str(i) for i in range(len(installed)))
     names: list[str] = []
-    seen: set[str] = set()
     for entry in (e.strip() for e in mask.split(",")):
         if entry.startswith("MIG-"):
             return (*names, entry) if installed and not names else tuple(names)
         if entry.isdigit():
-            matches = [installed[int(entry)]] if int(entry) < len(installed) else []
+            matches = [int(entry)] if int(entry) < len(installed) else []
         else:
-            matches = [uuid for uuid in installed if entry.startswith("GPU-") and uuid.startswith(entry)]
+            matches = [i for i, uuid in enumerate(installed) if entry.startswith("GPU-") and uuid.startswith(entry)]
         if len(matches) != 1:
             break
-        if matches[0] in seen:
+        name = str(matches[0])
+        if name in names:
             return ()
-        seen.add(matches[0])
-        names.append(entry)
+        names.append(name)
     return tuple(names)

@@ -150,7 +150,9 @@ class Builder:
             argv=(*argv, "--config", str(key_file(self._run_dir))),
             env={
                 **engine_environment(
+                    model.config,
                     placement,
+                    os.environ,
                     threads=self._layout.engine_threads(
                         placement.engine_id, overlaps=self._overlaps, small=is_small(model.path)
                     ),

@@ -6,6 +6,7 @@ costs no start of an engine. A guardian ends it and removes its files, as in a j
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import tempfile
@@ -61,10 +62,13 @@ def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, mach
         scratch = Path(tempfile.gettempdir()) / f"asyncrl-{secrets.token_hex(4)}" / "0"
         shares = threads_on_cpu(machine, ranks)
         threads = shares.small_engine if is_small(settings.path) else shares.engine_beside_trainer
+    environment = engine_environment(
+        settings, placement, os.environ, threads=threads, cores=machine.cpus, scratch=scratch
+    )
     return ProcessSpec(
         name="engine",
         argv=argv,
-        env=engine_environment(placement, threads=threads, cores=machine.cpus, scratch=scratch),
+        env=environment,
         log_path=INHERITED,
         scratch=None if scratch is None else str(scratch),
     )

@@ -80,6 +80,11 @@ def _engine_stopped(event: Record) -> str:
     return "stopped on request after {seconds:.1f} s".format_map(_Fields(event)) + left
 
 
+def _resumed(event: Record) -> str:
+    layouts = f", in another layout: {event['other_layout']}" if event.get("other_layout") else ""
+    return "resumes from step {step}: {path}".format_map(_Fields(event)) + layouts
+
+
 def _transfer_failed(event: Record) -> str:
     engines = event.get("engines") or {}
     lost = "; ".join(f"{name}: {why}" for name, why in engines.items()) if isinstance(engines, Mapping) else engines
@@ -161,7 +166,7 @@ TIMELINE: Mapping[str, Wording] = {
     "weight_update_failed": Wording("weights", "update to {version} failed: {reason}", fault=True),
     "evaluated": Wording("evaluation", _evaluated),
     "trainer_ready": Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
-    "trainer_resumed": Wording("trainer", "resumes from step {step}: {path}"),
+    "trainer_resumed": Wording("trainer", _resumed),
     "groups_rolled_back": Wording("rollouts", lambda e: f"{len(names(e.get('group_ids')))} ended groups rolled back"),
     "trainer_rank_failed": Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
     "host_started": Wording("host", "started: pid {pid}"),

@@ -52,8 +52,10 @@ class Checkpoints:
         """
         self._first = first
         await self._go_on(self._executors[0])
-        if self._trainer.resumed is not None:
-            self._job.record.note(f"resumed from {self._trainer.resumed.path}")
+        resumed = self._trainer.resumed
+        if resumed is not None:
+            layouts = f", in another layout: {resumed.other_layout}" if resumed.other_layout else ""
+            self._job.record.note(f"resumed from {resumed.path}{layouts}")
         elif self._job.directory.attempt > 0:
             kept = await anyio.to_thread.run_sync(self._job.directory.set_results_aside)
             aside = f"; what the attempt before left is kept in {', '.join(path.name for path in kept)}" if kept else ""

@@ -1,7 +1,7 @@
 """The trackers that have a name. Each imports its package when it is made, in its own process.
 
-A resumed run trains the steps after its checkpoint again. TensorBoard hides the former ones. The others cannot take a row
-back (the rewind of wandb is a preview, and refuses a step metric), so each of their rows names its attempt.
+A resumed run trains the steps after its checkpoint again. TensorBoard hides the former ones. The others cannot take a
+row back (the rewind of wandb is a preview, and refuses a step metric), so each of their rows names its attempt.
 """
 
 from __future__ import annotations

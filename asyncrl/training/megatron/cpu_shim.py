@@ -41,7 +41,7 @@ def needed() -> bool:
 def quick_import() -> Iterator[None]:
     """While it is open, wandb seems absent. Without CUDA, GPU kernels do too, and torch.compile decorates nothing."""
     compile_ = torch.compile
-    hidden = _NEVER_NEEDED
+    hidden: tuple[str, ...] = _NEVER_NEEDED
     if needed():
         hidden += _GPU_PACKAGES
         torch.compile = _compile_nothing
