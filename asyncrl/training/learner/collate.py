@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, counted
 from asyncrl.training.learner.packing import MicroBatch
 
 
@@ -110,7 +110,9 @@ def check_batch(batch: RolloutBatch, vocab_size: int) -> None:
     per_token = {"sampled": batch.sampled, "loss_mask": batch.loss_mask, "logprobs": batch.logprobs, **batch.columns}
     for name, tensor in per_token.items():
         if len(tensor) != tokens:
-            raise DataError(f"{where}: {tokens} tokens, but {len(tensor)} entries of {name}")
+            raise DataError(
+                f"{where}: {counted(tokens, 'token')}, but {counted(len(tensor), 'entry', 'entries')} of {name}"
+            )
     if len(batch.sample_index) != batch.num_sequences or not _indexes(batch.sample_index, batch.num_samples):
         raise DataError(f"{where}: sample_index does not name one of the {batch.num_samples} samples for each sequence")
     starts = _starts(batch.sequence_lengths)[batch.sequence_lengths > 0]

@@ -22,10 +22,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
 from asyncrl.training.megatron.kernels import fuses_gradient_accumulation, uses_transformer_engine
 from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
-from asyncrl.training.models.architecture import Architecture
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -126,13 +126,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
         self._rows: Tensor | None = None
-        self._positions: Tensor | None = None
-        if not uses_transformer_engine():  # whose rotary embedding goes by the ends of the sequences
-            self.rotary_pos_emb.register_forward_hook(self._select_angles)
         self._gathers = config.sequence_parallel
         if self._gathers:  # rows are selected among all tokens, so they are gathered before the output layer
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = True
+        self._positions: Tensor | None = None
+        if not uses_transformer_engine():  # whose rotary embedding goes by the ends of the sequences
+            self.rotary_pos_emb.register_forward_hook(self._select_angles)
         self.output_layer.register_forward_pre_hook(self._select_rows)
 
     def forward(self, tokens: Tensor, positions: Tensor, sequences: PackedSequences, rows: Tensor) -> Tensor:
@@ -150,11 +150,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return logits.squeeze(0)
 
     def _select_rows(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = (
-            arguments  # hidden: [tokens, 1, hidden size]; of each rank's share of the tokens if they are cut
-        )
+        hidden, *rest = arguments  # hidden: [tokens, 1, hidden size], of the rank's share of the tokens if they are cut
         if self._gathers:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        assert self._rows is not None
         return (hidden.index_select(0, self._rows), *rest)
 
     def _select_angles(self, module: torch.nn.Module, arguments: tuple[Any, ...], angles: Tensor) -> Tensor:

@@ -72,11 +72,11 @@ class Optimizer:
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
             self._settings(config.params_dtype), [self.module], use_gloo_process_groups=False
         )
-        if self._device.type == "cuda":
-            for adam in self._adams():
-                fuse(adam)
         if self._on_host:
             torch.accelerator.empty_host_cache()  # pinned copies of the whole model, of which it has kept its part
+        elif self._device.type == "cuda":
+            for adam in self._adams():
+                fuse(adam)
         config.finalize_model_grads_func = finalize_model_grads
         self._at_first = self._largest().clamp(min=1.0)
         """Of each parameter, before any step."""
@@ -258,17 +258,6 @@ class Optimizer:
         return origins
 
 
-def fuse(adam: torch.optim.Optimizer) -> None:
-    """Makes torch's Adam update each parameter in one kernel, without temporaries of the size of the weights.
-
-    Megatron builds it without the option, which torch reads from its groups at each step. The step count lies on the
-    device of the parameter then. Adam of another library is fused already.
-    """
-    if isinstance(adam, torch.optim.AdamW):
-        for group in adam.param_groups:
-            group["fused"], group["foreach"] = True, False
-
-
 def has_memory_of_its_own(device: torch.device) -> bool:
     """Whether the device's memory is not the host's, so that something can be moved."""
     return device.type != "cpu"
@@ -282,3 +271,14 @@ def set_steps(adam: torch.optim.Optimizer, group: dict[str, Any], parameter: Ten
         adam.state[parameter]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
     else:
         group["step"] = steps
+
+
+def fuse(adam: torch.optim.Optimizer) -> None:
+    """Makes torch's Adam update each parameter in one kernel, without temporaries of the size of the weights.
+
+    Megatron builds it without the option, which torch reads from its groups at each step. The step count lies on the
+    device of the parameter then. Adam of another library is fused already.
+    """
+    if isinstance(adam, torch.optim.AdamW):
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from asyncrl.algorithms.algorithm import OLD_LOGPROBS, role_logprobs
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
+from asyncrl.config.architecture import Architecture
 from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.training.learner.collate import send
@@ -34,7 +35,6 @@ from asyncrl.training.megatron import kernels, step
 from asyncrl.training.megatron.kernels import Attention
 from asyncrl.training.megatron.model import PolicyModel, transformer_config
 from asyncrl.training.megatron.optimizer import Optimizer
-from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch
 from tests.training.forked_ranks import run_ranks
