@@ -18,6 +18,7 @@ import torch
 _log = structlog.get_logger(__name__)
 
 _TRANSFORMER_ENGINE = "transformer_engine"
+_INSTALL = "install the version that fits: pip install --no-build-isolation -c requirements.lock '.[gpu]'; or remove it"
 _FLASH_CAPABILITY = (8, 0)
 """Compute capability from which torch's flash attention runs (Ampere)."""
 _FLASH_HEAD_DIM = 192
@@ -86,7 +87,7 @@ def check_transformer_engine() -> None:
         _log.warning(
             "Transformer Engine is installed, but does not load: training goes on without it, slower",
             reason=f"{type(error).__name__}: {error}",
-            fix='install the version that fits, with pip install --no-build-isolation "asyncrl[gpu]", or remove it',
+            fix=_INSTALL,
         )
 
 
@@ -95,5 +96,5 @@ def tell_unused_transformer_engine() -> None:
     if sys.modules.get(f"{_TRANSFORMER_ENGINE}.pytorch") is not None and not uses_transformer_engine():
         _log.warning(
             "Megatron cannot use the installed version of Transformer Engine: training goes on without it, slower",
-            fix='pip install --no-build-isolation "asyncrl[gpu]" installs the version that fits',
+            fix=_INSTALL,
         )
