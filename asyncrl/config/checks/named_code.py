@@ -152,6 +152,8 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
         yield Problem(
             "algorithm.old_logprobs", "a correction compares with the trainer's log-probs; leave it out, or set trainer"
         )
+    if given.correction == "auto" and given.old_logprobs == "trainer":
+        yield Problem("algorithm.old_logprobs", "correction = auto decides when log-probs are computed; leave it out")
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[Problem]:
