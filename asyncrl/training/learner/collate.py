@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,8 @@ class PackedTokens:
     def to(self, device: torch.device) -> PackedTokens:
         """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
         inputs = ("tokens", "positions", "rows", "targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in inputs})
+        moved: dict[str, Any] = {name: send(getattr(self, name), device) for name in inputs}
+        return replace(self, **moved)
 
     def padded(self, multiple: int) -> PackedTokens:
         """Appends a sequence of padding where the tokens are no multiple; nothing in it is sampled."""
@@ -51,6 +53,16 @@ class PackedTokens:
             tokens=F.pad(self.tokens, (0, missing)),
             positions=F.pad(self.positions, (0, missing)),
         )
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Puts a host tensor on `device` without waiting for the work that the device has before it.
+
+    A copy out of pageable memory waits for all of it; one out of page-locked memory queues like any other work.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:
