@@ -1,7 +1,9 @@
-"""The whole turn on shared GPUs in miniature: two trainer ranks in processes of their own and the engines on "their GPUs",
-which are memory of this machine. Engines leave, the trainer comes back, trains, publishes in place, leaves; engines come
-back and generate. Everything is the product's but the engines' insides and the model: turns, controller, publisher,
-handover, rank link, host memory."""
+"""The whole turn on shared GPUs in miniature: two trainer ranks in processes of their own, and the engines on
+"their GPUs", which are memory of this machine.
+
+Engines leave, the trainer comes back, trains, publishes in place, leaves; engines come back and generate. Everything is
+the product's but the engines' insides and the model: turns, controller, publisher, handover, rank link, host memory.
+"""
 
 from __future__ import annotations
 

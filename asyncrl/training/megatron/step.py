@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
@@ -89,7 +90,7 @@ def forward_logprobs(
 
 def _forward(model: torch.nn.Module, packed: PackedTokens, device: torch.device) -> Tensor:
     packed = packed.padded(parallel_state.get_tensor_model_parallel_world_size())  # which cut the tokens among them
-    config: Any = model.config
+    config = get_model_config(model)
     attention = attention_of(device, config.params_dtype, config.kv_channels)
     sequences = packed_sequences(packed.lengths, device, attention)
     logits: Tensor = model(packed.tokens[None], packed.positions[None], sequences, packed.rows)

@@ -21,10 +21,13 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from asyncrl.algorithms.algorithm import OLD_LOGPROBS
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
 from asyncrl.config.architecture import Architecture
+from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.training.learner.collate import send
 from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss, made_by_current_weights
 from asyncrl.training.learner.tally import tally
@@ -65,6 +68,8 @@ class PlayedGpu(TorchFunctionMode):
             if args[0].device == META or not kwargs.get("non_blocking") or id(args[0]) not in self._pinned:
                 self.waiting_copies.append(caller())
             return args[0].to(META)
+        if func is torch.Tensor.to and META in args[1:] and args[0].device != META and caller() != send.__name__:
+            self.waiting_copies.append(caller())
         if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = META
         if func in READS and args[0].device == META:
@@ -88,8 +93,8 @@ def reduced(group: Any, force_all_reduce: bool = False) -> None:
 
 def caller() -> str:
     """The function outside of torch and this file that made the call."""
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-    return frames[-1].name
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    return next(code.co_name for code in codes if "/torch/" not in code.co_filename and code.co_filename != __file__)
 
 
 def architecture(layers: int) -> Architecture:
@@ -113,9 +118,12 @@ def architecture(layers: int) -> Architecture:
 
 
 def play(
-    layout: RankLayout, layers: int, micro_batches: tuple[MicroBatch, ...], dtype: torch.dtype, attention: Attention
-) -> tuple[list[str], list[str], list[str]]:
-    """One optimizer step's gradient and one pass of log-probs; the reads of each, and copies that wait."""
+    layout: RankLayout, dtype: torch.dtype, attention: Attention, algorithms: tuple[str, ...]
+) -> tuple[dict[str, list[str]], list[str], list[str]]:
+    """The gradient of one optimizer step of each algorithm and a pass of log-probs.
+
+    Returns the reads of each step, those of the pass, and copies that wait.
+    """
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size * 4)
     torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]
@@ -125,39 +133,44 @@ def play(
     with PlayedGpu() as gpu:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
-        described = architecture(layers)
+        described = architecture(layers=3)
         config = transformer_config(described, dtype=dtype, tensor_parallel=2)
         with META:
             model = PolicyModel(described, config).to(dtype=dtype)
         optimizer = Optimizer(model, config, Config().train, data_parallel=2)
         batch = make_batch(LENGTHS)
-        loss = step_loss(batch)
+        reads = {}
+        for name in algorithms:
+            optimizer.zero_grad()
+            gpu.reads.clear()
+            loss = step_loss(batch, name)
+            step.forward_backward(optimizer.module, loss.batch, MICRO_BATCHES, loss, vocab_size=101, device=GPU)
+            reads[name] = list(gpu.reads)
         gpu.reads.clear()
-        step.forward_backward(optimizer.module, batch, micro_batches, loss, vocab_size=101, device=GPU)
-        of_step = list(gpu.reads)
-        gpu.reads.clear()
-        step.forward_logprobs(optimizer.module, batch, micro_batches, vocab_size=101, device=GPU)
-        return of_step, list(gpu.reads), gpu.waiting_copies
+        step.forward_logprobs(optimizer.module, batch, MICRO_BATCHES, vocab_size=101, device=GPU)
+        return reads, list(gpu.reads), gpu.waiting_copies
 
 
-def step_loss(batch: RolloutBatch) -> StepLoss:
-    algorithm = make_algorithm(Config())
-    columns = dict(algorithm.columns(batch).tokens)
-    return StepLoss(replace(batch, columns=columns), algorithm, made_by_current_weights(batch, keeps_kv=False))
+def step_loss(batch: RolloutBatch, name: str) -> StepLoss:
+    algorithm = make_algorithm(Config.model_validate({"train": {"algorithm": name}}))
+    batch = replace(batch, columns={OLD_LOGPROBS: batch.logprobs})
+    batch = replace(batch, columns={**batch.columns, **algorithm.columns(batch).tokens})
+    current = made_by_current_weights(batch, keeps_kv=False)
+    return StepLoss(batch, algorithm, current, weights=torch.ones(len(batch.tokens)))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attention"),
+    ("dtype", "attention", "algorithms"),
     [
-        (torch.bfloat16, Attention.VARIABLE_LENGTH),
-        (torch.bfloat16, Attention.PADDED),
-        (torch.float32, Attention.PADDED),
+        (torch.bfloat16, Attention.VARIABLE_LENGTH, ("grpo",)),
+        (torch.bfloat16, Attention.PADDED, tuple(BUILTIN_ALGORITHMS)),
+        (torch.float32, Attention.PADDED, ("grpo",)),
     ],
 )
 def test_the_host_waits_for_the_gpu_twice_a_step_whatever_the_layers_and_micro_batches(
-    dtype: torch.dtype, attention: Attention
+    dtype: torch.dtype, attention: Attention, algorithms: tuple[str, ...]
 ) -> None:
-    [(reads, of_logprobs, waiting)] = run_ranks(play, 4, MICRO_BATCHES, dtype, attention)
-    assert reads == [finalize_model_grads.__name__, tally.__name__]
+    [(reads, of_logprobs, waiting)] = run_ranks(play, dtype, attention, algorithms)
+    assert reads == {name: [finalize_model_grads.__name__, tally.__name__] for name in algorithms}
     assert of_logprobs == [step.forward_logprobs.__name__]
     assert waiting == [], "each copy to the GPU is from page-locked memory and queues"
