@@ -100,7 +100,7 @@ def train_recomputing(layout: RankLayout, path: Path) -> list[tuple[dict[str, fl
     return results
 
 
-@pytest.mark.parametrize("world", [{}, {"world_size": 2, "tensor_parallel": 2}], ids=["one rank", "TP 2"])
+@pytest.mark.parametrize("world", [{"world_size": 2}, {"world_size": 2, "tensor_parallel": 2}], ids=["DP 2", "TP 2"])
 def test_recomputation_keeps_less_and_changes_no_bit(model_directory: Any, world: dict[str, int]) -> None:
     for none, mlp, full in run_ranks(train_recomputing, model_directory("qwen3-tied"), **world):
         for metrics, gradients, logprobs, _ in (mlp, full):
