@@ -56,8 +56,15 @@ def test_a_recipe_for_gpus_would_start_where_they_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_qwen3(recipe)
-    machine = Machine(world_size=ranks, local_world_size=ranks, gpus=tuple(map(str, range(gpus))))
-    loaded = resolve(parse_command_line(["@", str(ENTRYPOINTS / "recipes" / f"{recipe}.toml")]), machine)
+    machine = Machine(
+        world_size=ranks,
+        local_world_size=ranks,
+        gpus=tuple(map(str, range(gpus))),
+        gpu_bytes=(40 if recipe == "qwen3-0.6b" else 80) * 10**9,
+    )
+    argv = ["@", str(ENTRYPOINTS / "recipes" / f"{recipe}.toml")]
+    loaded = resolve(parse_command_line(argv), machine, dry_run=True)
+    assert loaded.memory is not None and loaded.memory.worst is None
     check_start(loaded)
     layout, (of_engines, transport) = loaded.layout, ON_GPUS[recipe, gpus, ranks]
     assert (layout.device, layout.dtype, len(layout.trainers)) == ("cuda", "bfloat16", ranks)
