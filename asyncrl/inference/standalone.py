@@ -16,10 +16,10 @@ from asyncrl.config.layout import DRIVER_NODE, EnginePlacement
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.sections.inference import ServedModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, counted
 from asyncrl.host.foreground import run_in_foreground
 from asyncrl.host.process import INHERITED, ProcessSpec
-from asyncrl.inference.building import is_small
+from asyncrl.inference.building import is_small, with_kernels
 from asyncrl.inference.engines.ports import EnginePorts
 from asyncrl.inference.sglang.launch import engine_argv, engine_environment
 
@@ -38,7 +38,9 @@ def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, mach
         raise ConfigError(f"{settings.path} is no Hugging Face model directory: it holds no config.json")
     ranks, device = settings.tensor_parallel, machine.device
     if device == "cuda" and ranks > len(machine.gpus):
-        raise ConfigError(f"--tensor-parallel: {ranks} ranks need as many GPUs, and {len(machine.gpus)} are visible")
+        raise ConfigError(
+            f"--tensor-parallel: {counted(ranks, 'rank')} on as many GPUs, and {len(machine.gpus)} visible"
+        )
     placement = EnginePlacement(
         engine_id="engine",
         node=DRIVER_NODE,
@@ -48,7 +50,7 @@ def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, mach
         transport="broadcast",
     )
     argv = engine_argv(
-        settings,
+        with_kernels(settings, settings.path, device),
         placement,
         EnginePorts.from_base(port),
         model_path=settings.path,

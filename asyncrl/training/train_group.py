@@ -145,7 +145,9 @@ class TrainGroup:
             self._specs[name] = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
-            self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
+            self._events.emit(
+                TrainerResumed(step=resumed.step, path=str(resumed.path), other_layout=resumed.other_layout)
+            )
         elif self._publisher is not None and self._events.attempt > 0:
             await keep_leftovers(self._publisher, self._config)
         payload, seconds = self.payload, time.monotonic() - started

@@ -109,7 +109,8 @@ class Trainer(Noted):
         self.failure: str | None = None
         self.running: str | None = None
         self.threads: int | None = None
-        self.resumed: Any = None if resumed_at is None else SimpleNamespace(step=resumed_at, path="PATH", extra={})
+        resumed = SimpleNamespace(step=resumed_at, path="PATH", extra={}, other_layout="")
+        self.resumed: Any = None if resumed_at is None else resumed
 
     async def init(self, *, threads: int | None = None) -> int:
         self.note("init")

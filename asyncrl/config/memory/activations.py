@@ -74,6 +74,7 @@ def token_activations(shape: RankShape, *, dtype: DType, device: Device, recompu
     kept = {"none": layer, "mlp": layer - ffn, "full": -(-width * number // parts)}[recompute]
     gradients = 2 * shape.ffn * number
     ends = -(-norm(width, 1) // parts) + width * number  # the last norm, and the output layer's input of all tokens
+    ends += shape.model.head_dim * _FLOAT32  # the angles of the rotary embedding, which all layers share
     return TokenActivations(
         kept=shape.model.num_layers * kept + ends,
         again={"none": 0, "mlp": ffn, "full": layer}[recompute] + gradients,

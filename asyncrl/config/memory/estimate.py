@@ -13,7 +13,7 @@ from asyncrl.config.architecture import Architecture
 from asyncrl.config.checks.served import served_beside
 from asyncrl.config.layout import EnginePlacement, ProcessLayout
 from asyncrl.config.memory.engine import RUNTIME_BYTES, EngineMemory, engine_memory
-from asyncrl.config.memory.needs import JobMemory, Need, added
+from asyncrl.config.memory.needs import JobMemory, Need, Parts, added
 from asyncrl.config.memory.shapes import BYTES, RankShape
 from asyncrl.config.memory.trainer import TrainerMemory, trainer_memory
 from asyncrl.config.root import Config
@@ -143,9 +143,9 @@ class Estimator:
     def _turns(self, tokens: int, trainer: TrainerMemory, engine: EngineMemory, who: tuple[str, str]) -> Iterator[Need]:
         """The moments of GPUs that the trainer and engines share; each of the two stays as a process in all of them."""
         ranks, names = who
-        runtime = engine.parts.get("runtime", 0)
-        yield Need(f"{ranks}, training", added(trainer.at(tokens), {"runtime": runtime}), self.usable)
-        weights = {"weights": engine.parts["weights"], "runtime": runtime}
+        runtime: Parts = {"runtime": engine.parts.get("runtime", 0)}
+        yield Need(f"{ranks}, training", added(trainer.at(tokens), runtime), self.usable)
+        weights: Parts = {"weights": engine.parts["weights"], **runtime}
         yield Need("handover of weights", added(trainer.handover, weights), self.usable)
         yield Need(f"{names}, serving", added(engine.parts, {"runtime": trainer.runtime}), self.gpu_bytes)
         if self.config.engine.colocate_memory_peak_device == "gpu":

@@ -120,7 +120,7 @@ def _stronger(mode: str) -> Iterator[tuple[str, float]]:
 
 
 def _doublings(key: str, value: int, most: int, cost: float) -> list[_Change]:
-    found = []
+    found: list[_Change] = []
     for times in itertools.count(1):
         value *= 2
         if value > most:

@@ -128,6 +128,10 @@ class WeightExchange:
             for name in entry.names
         }
 
+    def part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Megatron's name and shape of every parameter, as this rank holds it."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors that `export` yields, in its order."""
         (dtype,) = {parameter.dtype for parameter in self._parameters.values()}

@@ -22,6 +22,7 @@ from asyncrl.config.memory.activations import Recompute, token_activations
 from asyncrl.config.memory.shapes import RankShape
 from asyncrl.config.memory.trainer import trainer_memory
 from asyncrl.training.learner.logprobs import token_logprobs
+from asyncrl.training.megatron.kernels import Attention
 from asyncrl.training.megatron.model import PolicyModel, transformer_config
 from asyncrl.training.megatron.modules import packed_sequences
 from asyncrl.training.megatron.optimizer import Optimizer
@@ -123,11 +124,11 @@ def _step(
     """What autograd keeps after the forward pass of two sequences, and what is alive at most until the gradients are
     there. Every token has logits."""
     optimizer, _ = made(layout, shape, dtype, recompute)
-    ids = torch.arange(tokens) % 1000
+    ids, positions = torch.arange(tokens) % 1000, torch.arange(tokens) % (tokens // 2)
     optimizer.zero_grad()
     with Allocations() as allocations:
-        sequences = packed_sequences([tokens // 2] * 2, torch.device("cpu"))
-        logits = optimizer.module(ids[None], ids[None], sequences, torch.arange(tokens))
+        sequences = packed_sequences([tokens // 2] * 2, torch.device("cpu"), Attention.PADDED)
+        logits = optimizer.module(ids[None], positions[None], sequences, torch.arange(tokens))
         kept = allocations.saved_bytes
         logprobs, _ = token_logprobs(
             logits,

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from asyncrl.training.checkpoints.manifest import SavedLayout
+from asyncrl.training.checkpoints.saved_shards import SavedShards
+from asyncrl.training.checkpoints.shard import write_snapshots
 from asyncrl.training.megatron import cpu_shim
 from asyncrl.training.megatron import optimizer as optimizer_module
 from asyncrl.training.ranks.layout import RankLayout
+from asyncrl.training.roles import ACTOR
 from tests.training.forked_ranks import run_ranks
 from tests.training.megatron.learners import learner_of, optimizer_of, weights_of
 from tests.training.megatron.test_training import TRAIN, assert_same_weights, batch_of
@@ -59,7 +64,7 @@ def play_gpu() -> None:
     cpu_shim.install()
     torch.cuda.current_stream = torch.cuda.Stream = Stream  # type: ignore[assignment, misc]
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment, misc]
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
+    torch.cuda.synchronize = torch.cuda.ipc_collect = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
     optimizer_module.has_memory_of_its_own = lambda device: True
     GpuOfTheCpu().__enter__()
 
@@ -73,11 +78,11 @@ def train(layout: RankLayout, path: Path, dtype: str, settings: dict[str, Any]) 
     return [trainer.train(batch_of(step)) for step in range(4)], weights_of(trainer)
 
 
-def train_on_host(layout: RankLayout, path: Path) -> Any:
+def train_on_host(layout: RankLayout, path: Path, checkpoint: Path) -> Any:
     play_gpu()
     trainer = learner_with(layout, path, "bfloat16", optimizer_on_host=True)
     metrics = [trainer.train(batch_of(step)) for step in range(2)]
-    shard = trainer.backend.snapshot().shard
+    write_snapshots({ACTOR: trainer.backend.snapshot()}, checkpoint, layout)
     optimizer_of(trainer).offload(keep_weights=False)  # for engines that share the GPU
     optimizer_of(trainer).onload()
     metrics += [trainer.train(batch_of(step)) for step in range(2, 4)]
@@ -89,7 +94,9 @@ def train_on_host(layout: RankLayout, path: Path) -> Any:
         for tensor in group["params"]
     ]
     other = learner_with(layout, path, "bfloat16", optimizer_on_host=True)
-    other.backend.restore(shard)
+    dist.barrier()
+    saved = SavedLayout(layout.world_size, layout.tensor_parallel)
+    other.backend.restore(SavedShards(checkpoint, saved, layout, ACTOR))
     again = [other.train(batch_of(step)) for step in range(2, 4)]
     same = all(torch.equal(weights[name], tensor) for name, tensor in other.backend.export_tensors())
     return metrics, weights, held, again, same
@@ -97,11 +104,11 @@ def train_on_host(layout: RankLayout, path: Path) -> Any:
 
 @pytest.mark.parametrize("world", [{"world_size": 2}, {"world_size": 2, "tensor_parallel": 2}], ids=["DP 2", "TP 2"])
 def test_adam_on_the_host_trains_and_goes_on_from_a_checkpoint_as_on_the_device(
-    model_directory: Any, world: dict[str, int]
+    model_directory: Any, tmp_path: Path, world: dict[str, int]
 ) -> None:
     path = model_directory("qwen3-tied")
     on_device = run_ranks(train, path, "bfloat16", {}, **world)
-    results = run_ranks(train_on_host, path, **world)
+    results = run_ranks(train_on_host, path, tmp_path, **world)
     for (expected, weights), (metrics, got, held, again, same) in zip(on_device, results, strict=True):
         for one, two in zip(expected, metrics, strict=True):
             assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
