@@ -23,12 +23,17 @@ _FLASH_CAPABILITY = (8, 0)
 """Compute capability from which torch's flash attention runs (Ampere)."""
 _FLASH_HEAD_DIM = 192
 """Largest size of a head whose gradient torch's flash attention computes on every such GPU; all are multiples of 8."""
+_CUDNN_CAPABILITIES = (9, 0), (12, 0)
+"""First and end of the compute capabilities on which cuDNN takes packed sequences: Hopper, and Blackwell of data
+centers. On others Transformer Engine keeps all scores of a sequence in memory, or wants flash-attn."""
+_CUDNN_HEAD_DIM = 128
+"""Largest size of a head whose gradient cuDNN computes on all of them."""
 
 
 class Attention(Enum):
     """What computes the attention over packed sequences."""
 
-    TRANSFORMER_ENGINE = "the modules of Transformer Engine"
+    TRANSFORMER_ENGINE = "Transformer Engine, which asks cuDNN"
     VARIABLE_LENGTH = "torch's flash attention, by the ends of the sequences: no padding, no copies"
     PADDED = "torch's scaled_dot_product_attention over runs of sequences that are padded to equal length"
 
@@ -37,12 +42,14 @@ def choose_attention(
     *, transformer_engine: bool, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int
 ) -> Attention:
     """Chooses for a device of compute `capability` (None: no GPU). Pure."""
-    if transformer_engine:
-        return Attention.TRANSFORMER_ENGINE
-    if capability is None or capability < _FLASH_CAPABILITY or dtype not in (torch.bfloat16, torch.float16):
+    if capability is None or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8:
         return Attention.PADDED
-    fits = head_dim % 8 == 0 and head_dim <= _FLASH_HEAD_DIM
-    return Attention.VARIABLE_LENGTH if fits else Attention.PADDED
+    first, end = _CUDNN_CAPABILITIES
+    if transformer_engine and first <= capability < end and head_dim <= _CUDNN_HEAD_DIM:
+        return Attention.TRANSFORMER_ENGINE
+    if capability >= _FLASH_CAPABILITY and head_dim <= _FLASH_HEAD_DIM:
+        return Attention.VARIABLE_LENGTH
+    return Attention.PADDED
 
 
 @cache

@@ -12,11 +12,13 @@ import pytest
 import structlog
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from asyncrl.training.megatron import kernels
+from asyncrl.training.megatron import kernels, model
 from asyncrl.training.megatron.kernels import Attention, choose_attention
-from asyncrl.training.megatron.modules import packed_sequences
+from asyncrl.training.megatron.modules import PackedAttention, packed_sequences
 
 HOPPER, VOLTA = (9, 0), (7, 0)
 
@@ -27,6 +29,11 @@ HOPPER, VOLTA = (9, 0), (7, 0)
         (Attention.VARIABLE_LENGTH, {}),
         (Attention.VARIABLE_LENGTH, {"dtype": torch.float16, "head_dim": 64, "capability": (8, 0)}),
         (Attention.TRANSFORMER_ENGINE, {"transformer_engine": True}),
+        (Attention.TRANSFORMER_ENGINE, {"transformer_engine": True, "capability": (10, 0)}),
+        (Attention.VARIABLE_LENGTH, {"transformer_engine": True, "capability": (8, 0)}),
+        (Attention.VARIABLE_LENGTH, {"transformer_engine": True, "capability": (12, 0)}),
+        (Attention.VARIABLE_LENGTH, {"transformer_engine": True, "head_dim": 192}),
+        (Attention.PADDED, {"transformer_engine": True, "dtype": torch.float32}),
         (Attention.PADDED, {"capability": None}),
         (Attention.PADDED, {"capability": VOLTA}),
         (Attention.PADDED, {"dtype": torch.float32}),
@@ -47,9 +54,24 @@ def test_kernels_get_the_ends_of_sequences_and_padding_gets_runs() -> None:
     for sequences in described.values():
         assert sequences.cu_seqlens_q.tolist() == sequences.cu_seqlens_kv.tolist() == [0, 9, 13, 20]
         assert sequences.cu_seqlens_q.dtype == torch.int32 and sequences.max_seqlen_q == 9
+        assert sequences.cu_seqlens_q_padded.tolist() == [0, 20]
     assert [bool(described[a].runs) for a in Attention] == [False, False, True]
-    assert described[Attention.TRANSFORMER_ENGINE].cu_seqlens_q_padded is None, "its kernels read the ends alone"
-    assert described[Attention.PADDED].cu_seqlens_q_padded.tolist() == [0, 20]
+    fused = packed_sequences(lengths, host, Attention.VARIABLE_LENGTH, fused_rope=True)
+    assert fused.cu_seqlens_q_padded is None, "a fused rotary embedding reads the ends alone"
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+def test_layers_of_transformer_engine_attend_with_torch_where_cudnn_does_not_take_the_model(
+    attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = get_gpt_layer_local_spec(normalization="RMSNorm")
+    monkeypatch.setattr(model, "uses_transformer_engine", lambda: True)
+    monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", lambda qk_layernorm: theirs)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(model, "attention_of", lambda *_: attention)
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
+    chosen = model.layer_spec(config).submodules.self_attention.submodules.core_attention
+    assert (chosen is PackedAttention) == (attention is not Attention.TRANSFORMER_ENGINE)
 
 
 @pytest.fixture
