@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.datasets import PromptSet
 from asyncrl.data.sample import Prompt
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class PromptStream:
         whole = len(self._prompts) // prompts_per_step
         if whole == 0:
             raise DataError(
-                f"{len(self._prompts)} prompts do not fill one batch of rollout.prompts_per_step = {prompts_per_step}; "
-                "lower it, add data, or set train.num_steps"
+                f"{counted(len(self._prompts), 'prompt')} cannot fill one batch of rollout.prompts_per_step = "
+                f"{prompts_per_step}; lower it, add data, or set train.num_steps"
             )
         return whole
 

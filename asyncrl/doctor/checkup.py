@@ -18,6 +18,7 @@ from asyncrl.doctor import gpus, machine, packages, recipe
 from asyncrl.doctor.engines import engines_start, run_command
 from asyncrl.doctor.finding import Finding, Level
 from asyncrl.driver import check_start
+from asyncrl.errors import counted
 from asyncrl.host.open_files import raise_open_files
 
 _COLORS: dict[Level, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -60,7 +61,7 @@ def show(found: Iterator[Finding], stream: IO[str] | None = None) -> int:
         if each.mend:
             line.append(f"{indent}→ {each.mend}", style="default not bold")
         console.print(line)
-    console.print(f"\n{count['failed']} failed, {count['warning']} warning(s), {count['ok']} ok")
+    console.print(f"\n{count['failed']} failed, {counted(count['warning'], 'warning')}, {count['ok']} ok")
     return 1 if count["failed"] else 0
 
 

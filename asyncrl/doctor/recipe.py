@@ -13,7 +13,7 @@ from asyncrl.config.reading.loading import parse_command_line, resolve
 from asyncrl.config.root import Config
 from asyncrl.data.model_files import safetensors_files, weights_bytes
 from asyncrl.doctor.finding import Finding, failed, ok, warning
-from asyncrl.errors import AsyncRLError, ModelError
+from asyncrl.errors import AsyncRLError, ModelError, counted
 from asyncrl.observability.text_plots import size
 
 _PROCESS_BYTES = 3_000_000_000
@@ -48,7 +48,8 @@ def check(
         ], None
     layout = loaded.layout
     own, others = len(layout.engines), len(layout.external)
-    seen = f"{len(layout.trainers)} trainer rank(s), {own + others} engine(s) on {layout.device} in {layout.dtype}"
+    parts = f"{counted(len(layout.trainers), 'trainer rank')}, {counted(own + others, 'engine')}"
+    seen = f"{parts} on {layout.device} in {layout.dtype}"
     told = [warning("recipe", text, "see the recipe") for text in loaded.warnings]
     return [ok("recipe", seen), *told, *model(loaded.config)], loaded
 
@@ -67,7 +68,7 @@ def model(config: Config) -> Iterator[Finding]:
     except (ModelError, OSError, SafetensorError) as error:
         yield failed("model", f"{path}: {error}", "download the model again, whole")
         return
-    yield ok("model", f"{path}: {size(weights_bytes(path))} in {len(files)} file(s)")
+    yield ok("model", f"{path}: {size(weights_bytes(path))} in {counted(len(files), 'file')}")
 
 
 def needs(loaded: LoadedConfig | None, weights: int) -> Needs:

@@ -16,7 +16,7 @@ from asyncrl.config.layout import DRIVER_NODE, EnginePlacement
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.sections.inference import ServedModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, counted
 from asyncrl.host.foreground import run_in_foreground
 from asyncrl.host.process import INHERITED, ProcessSpec
 from asyncrl.inference.building import is_small, with_kernels
@@ -38,7 +38,9 @@ def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, mach
         raise ConfigError(f"{settings.path} is no Hugging Face model directory: it holds no config.json")
     ranks, device = settings.tensor_parallel, machine.device
     if device == "cuda" and ranks > len(machine.gpus):
-        raise ConfigError(f"--tensor-parallel: {ranks} ranks need as many GPUs, and {len(machine.gpus)} are visible")
+        raise ConfigError(
+            f"--tensor-parallel: {counted(ranks, 'rank')} on as many GPUs, and {len(machine.gpus)} visible"
+        )
     placement = EnginePlacement(
         engine_id="engine",
         node=DRIVER_NODE,

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.errors import RunDirectoryError
+from asyncrl.errors import RunDirectoryError, counted
 from asyncrl.observability.reward_curve import Points, curve_text, write_curve_png
 from asyncrl.observability.run_view import HeldOut
 from asyncrl.observability.text_plots import duration, figure, labelled, time_bar, time_legend
@@ -123,7 +123,7 @@ def write_curve(summary: RunSummary, run_dir: Path) -> Path | None:
 
 def _curve_title(summary: RunSummary) -> str:
     model = summary.facts.get("model")
-    return f"Reward over {summary.steps} steps" + (f" of {Path(str(model)).name}" if model else "")
+    return f"Reward over {counted(summary.steps, 'step')}" + (f" of {Path(str(model)).name}" if model else "")
 
 
 def _held_out(summary: RunSummary, value: Callable[[HeldOut], float | None]) -> Text:

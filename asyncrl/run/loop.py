@@ -36,7 +36,7 @@ import anyio.to_thread
 from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.data.staleness import overlaps
-from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.errors import ConfigError, NonFiniteError, counted
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.run.checkpoints import Checkpoints
@@ -318,9 +318,9 @@ def planned_steps(config: TrainConfig, num_rollout_per_epoch: int | None) -> int
         return config.num_steps
     if not num_rollout_per_epoch:
         raise ConfigError(
-            f"train.num_steps: it is none, so the run takes {config.num_epochs} pass(es) over the data "
-            f"(train.num_epochs), but RolloutComponents.num_rollout_per_epoch is {num_rollout_per_epoch}: nothing says "
-            "how many batches a pass has; set train.num_steps, or build the components with the number that "
-            "executor.get_num_rollout_per_epoch() returns"
+            f"train.num_steps: it is none, so the run takes {counted(config.num_epochs, 'pass', 'passes')} over the "
+            "data (train.num_epochs), but RolloutComponents.num_rollout_per_epoch is "
+            f"{num_rollout_per_epoch}: nothing says how many batches a pass has; set train.num_steps, or build the "
+            "components with the number that executor.get_num_rollout_per_epoch() returns"
         )
     return config.num_epochs * num_rollout_per_epoch

@@ -98,5 +98,5 @@ def test_a_stream_without_prompts_has_nothing_to_draw() -> None:
 def test_rollouts_per_epoch_are_whole_batches() -> None:
     stream = PromptStream(prompts(10), seed=0, shuffle=False)
     assert stream.num_rollouts_per_epoch(3) == 3
-    with pytest.raises(DataError, match="do not fill one batch"):
+    with pytest.raises(DataError, match="10 prompts cannot fill one batch"):
         stream.num_rollouts_per_epoch(11)

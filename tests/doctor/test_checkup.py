@@ -38,7 +38,7 @@ def checked(argv: Sequence[str], machine: Machine | None = None) -> tuple[list[F
 def test_a_recipe_that_would_start_and_one_that_would_not() -> None:
     found, loaded = checked(DEMO)
     assert [f.level for f in found] == ["ok", "ok"] and loaded is not None
-    assert "1 engine(s) on cpu in float32" in found[0].seen and "is made at the start" in found[1].seen
+    assert "1 engine on cpu in float32" in found[0].seen and "is made at the start" in found[1].seen
     [wrong], nothing = checked([*DEMO, "--train.lrr", "1"])
     assert wrong.level == "failed" and nothing is None and "train.lr" in wrong.seen
     [taken], nothing = checked([*DEMO, "--train.tensor_parallel", "2"])
@@ -114,7 +114,7 @@ def test_the_report_has_a_line_for_each_check_and_fails_only_for_failures() -> N
     assert checkup.show(iter([ok("a", "well"), warning("b", "so so", "do x")]), stream) == 0
     assert checkup.show(iter([failed("c", "bad\nand worse", "do y")]), stream) == 1
     told = stream.getvalue()
-    assert "ok       a" in told and "→ do x" in told and "1 failed, 0 warning(s), 0 ok" in told
+    assert "ok       a" in told and "→ do x" in told and "1 failed, 0 warnings, 0 ok" in told
     assert "\n" + " " * 26 + "and worse" in told
 
 

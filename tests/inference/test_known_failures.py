@@ -27,7 +27,7 @@ from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation, SamplingParams
 from asyncrl.weights.transports.process_group import TransferGroup
-from tests.inference.conftest import StartFleet, eventually
+from tests.inference.conftest import StartFleet, eventually, in_the_middle
 from tests.inference.engines.test_recovery import publish, serves
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine, instead
@@ -51,11 +51,14 @@ async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Gene
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))
 
-    async with client, anyio.create_task_group() as task_group:
+    async with (
+        client,
+        anyio.create_task_group() as task_group,
+        in_the_middle(rig.fleet.engines, lambda: requests) as stand,
+    ):
         for number in range(requests):
             task_group.start_soon(one, number)
-        await eventually(lambda: sum(e.generation.running + e.generation.waiting for e in rig.fleet.engines) > 0)
-        await anyio.sleep(0.05)  # tokens of the old version
+        await stand()
         await rig.publish(version)
     return generations
 

@@ -60,7 +60,7 @@ def test_it_is_launched_as_a_job_launches_its_own(model: Path) -> None:
 def test_what_cannot_start_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no Hugging Face model directory"):
         launched(ServedModelConfig(path=tmp_path / "absent"), CPU)
-    with pytest.raises(ConfigError, match="3 ranks need as many GPUs, and 2 are visible"):
+    with pytest.raises(ConfigError, match="3 ranks on as many GPUs, and 2 visible"):
         launched(ServedModelConfig(path=model, tensor_parallel=3), GPUS)
 
 

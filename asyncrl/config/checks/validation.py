@@ -26,6 +26,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.sections.data import DataConfig
+from asyncrl.errors import counted
 
 _LEAST_TEMPERATURE = 1e-6  # SGLang samples greedily below it
 _AGENT_GRACE_S = 30.0
@@ -165,10 +166,11 @@ def _staleness_problems(config: Config) -> Iterator[Problem]:
     if asked is not None and asked < least:
         yield Problem(
             "rollout.max_staleness",
-            f"{asked} cannot be kept: with {train.minibatches} * {train.batch_epochs} = {steps} optimizer step(s) for "
-            f"each batch (train.minibatches * train.batch_epochs) and a publication after every {interval} batch(es) "
-            f"(train.update_weights_interval), the last step before a publication is {steps} * {interval} - 1 = "
-            f"{least} step(s) ahead of the newest weights to sample from; use at least {least}",
+            f"{asked} cannot be kept: with {train.minibatches} * {train.batch_epochs} = "
+            f"{counted(steps, 'optimizer step')} for each batch (train.minibatches * train.batch_epochs) and "
+            f"{counted(interval, 'batch', 'batches')} for each publication (train.update_weights_interval), the last "
+            f"step before a publication is {steps} * {interval} - 1 = {counted(least, 'step')} ahead of the newest "
+            f"weights to sample from; use at least {least}",
         )
 
 
@@ -203,15 +205,17 @@ def _batch_problems(config: Config, machine: Machine) -> Iterator[Problem]:
         below, above = prompts - prompts % unit, prompts - prompts % unit + unit
         yield Problem(
             "rollout.prompts_per_step",
-            f"{prompts} prompts cannot be split evenly among {minibatches} minibatch(es) (train.minibatches) and "
-            f"{copies} data-parallel cop{'y' if copies == 1 else 'ies'} of the model ({machine.world_size} rank(s) / "
+            f"{counted(prompts, 'prompt')} cannot be split evenly among "
+            f"{counted(minibatches, 'minibatch', 'minibatches')} (train.minibatches) and "
+            f"{counted(copies, 'data-parallel copy', 'data-parallel copies')} of the model "
+            f"({counted(machine.world_size, 'rank')} / "
             f"train.tensor_parallel {config.train.tensor_parallel}); use {f'{below} or ' if below else ''}{above}",
         )
     if config.train.num_steps is None and config.data.size is not None and config.data.size < prompts:
         yield Problem(
             "data.size",
-            f"{config.data.size} prompts do not fill one batch of {prompts} (rollout.prompts_per_step), so an epoch "
-            "would have no step; raise it, or set train.num_steps",
+            f"{counted(config.data.size, 'prompt')} cannot fill one batch of {prompts} (rollout.prompts_per_step), so "
+            "an epoch would have no step; raise it, or set train.num_steps",
         )
 
 
@@ -231,8 +235,8 @@ def _length_problems(config: Config, facts: ModelFacts | None) -> Iterator[Probl
         if context is not None and length >= context:
             yield Problem(
                 key,
-                f"{length} response tokens leave no room for a prompt in a context of {context} tokens; use less than "
-                f"{context}",
+                f"responses of {counted(length, 'token')} leave no room for a prompt in a context of {context} tokens; "
+                f"use less than {context}",
             )
     # A sequence may fill a context that the user set. Without one, only the response and some prompt are known.
     longest = asked if asked is not None else response + 1

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, counted
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -29,8 +29,7 @@ class SavedLayout(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         data_parallel = self.ranks // self.tensor_parallel
-        noun = "rank" if self.ranks == 1 else "ranks"
-        return f"{self.ranks} {noun} (tensor parallel {self.tensor_parallel}, data parallel {data_parallel})"
+        return f"{counted(self.ranks, 'rank')} (tensor parallel {self.tensor_parallel}, data parallel {data_parallel})"
 
 
 class SavedTensor(msgspec.Struct, frozen=True):
