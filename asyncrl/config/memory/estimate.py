@@ -38,6 +38,8 @@ class Estimator:
     model: Architecture
     gpu_bytes: int | None = None
     """Memory of each GPU; None where it is not known, and on CPU."""
+    host_bytes: int | None = None
+    """Memory of the node of rank 0; None where it is not known."""
     beside: Mapping[str, Architecture] = field(default_factory=dict)
     """Models that are served beside the trained one, by name, as far as their shape is known."""
 
@@ -115,6 +117,7 @@ class Estimator:
         return JobMemory(
             devices=tuple(self._needs(tokens, placed)),
             host={purpose: size for purpose, size in self._host() if size},
+            host_bytes=self.host_bytes,
             tokens=tokens if trained else None,
             longest=self.largest_budget(),
             admitted=self.config.model.context_length or self.model.max_positions,
@@ -161,7 +164,7 @@ class Estimator:
             yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)
         if layout.colocated:
             state = 0 if trainer.on_host else trainer.optimizer
-            yield "Adam's state and weights in the engines' turn", ranks * (state + trainer.weights)
+            yield "Adam's state and weights of the ranks in the engines' turn", ranks * (state + trainer.weights)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

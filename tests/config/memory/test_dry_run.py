@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_the_setting_that_is_named_is_one_with_which_the_plan_goes_through(recip
     assert changes
     loaded = plan(recipe, "qwen3-32b", *argv, *(word for key, value in changes for word in (f"--{key}", value)))
     assert loaded.memory is not None and loaded.memory.worst is None
+
+
+def test_host_memory_that_is_not_there_is_refused_in_a_plan_of_this_machine(recipe: Path) -> None:
+    small = replace(GPUS, host_bytes=10**9)
+    argv = ("--dry-run", "--train.tensor-parallel", "4")
+    with pytest.raises(InvalidConfigError, match=r"host memory: the node of rank 0 has 1\.0 GB") as caught:
+        plan(recipe, "qwen3-8b", *argv, machine=small)
+    assert [problem.key for problem in caught.value.problems] == ["host memory"]
+    plan(recipe, "qwen3-8b", *argv, machine=small, dry_run=False)
 
 
 def test_a_start_is_refused_where_the_model_alone_is_more_than_the_gpu_holds(recipe: Path) -> None:
