@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import structlog
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-from asyncrl.training.megatron import kernels, model
+from asyncrl.training.megatron import kernels, model, modules
 from asyncrl.training.megatron.kernels import Attention, choose_attention
 from asyncrl.training.megatron.modules import PackedAttention, packed_sequences
 
@@ -133,3 +136,31 @@ def test_gradients_are_accumulated_in_the_matrix_product_where_megatron_found_it
             monkeypatch.setattr(layers, "_grad_accum_fusion_available", extension)
             answers.append(kernels.fuses_gradient_accumulation())
     assert answers == [False, False, False, True]
+
+
+def documented_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: Tensor, longest: int, __: int, **options: Any
+) -> Tensor:
+    """What torch documents of `varlen_attn`, which has no kernel for a CPU: each sequence by itself."""
+    assert options["window_size"] == (-1, 0) and ends.dtype == torch.int32 and longest == int(ends.diff().max())
+    settings = {"is_causal": True, "scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+    parts = [
+        F.scaled_dot_product_attention(*(t[start:end].transpose(0, 1)[None] for t in (query, key, value)), **settings)
+        for start, end in itertools.pairwise(ends.tolist())
+    ]
+    return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+
+def test_attention_without_padding_computes_what_padded_runs_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "varlen_attn", documented_attention)
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
+    attention = PackedAttention(config, softmax_scale=0.3)
+    lengths = (400, 9, 7, 1)
+    query, key, value = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    results = []
+    for kind in (Attention.PADDED, Attention.VARIABLE_LENGTH):
+        sequences = packed_sequences(lengths, torch.device("cpu"), kind)
+        out = attention(query, key, value, None, packed_seq_params=sequences)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+    for padded, packed in zip(*results, strict=True):
+        assert torch.allclose(padded, packed, atol=1e-5)
