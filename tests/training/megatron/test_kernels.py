@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from asyncrl.training.megatron import kernels, model, modules
+from asyncrl.training.megatron import cpu_shim, kernels, model, modules
 from asyncrl.training.megatron.kernels import Attention, choose_attention
 from asyncrl.training.megatron.modules import PackedAttention, packed_sequences
 
@@ -115,6 +115,14 @@ def test_a_transformer_engine_of_a_version_that_megatron_cannot_use_is_told(gpu_
     assert [told["event"] for told in logs] == [
         "Megatron cannot use the installed version of Transformer Engine: training goes on without it, slower"
     ]
+
+
+def test_megatron_finds_no_transformer_engine_on_a_machine_without_a_gpu(
+    gpu_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with cpu_shim.quick_import(), pytest.raises(ImportError):  # its Adam would run on the CPU then, and fail
+        import transformer_engine  # noqa: F401
 
 
 def test_nothing_is_told_where_no_transformer_engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
