@@ -40,7 +40,7 @@ def check(
     `would_start` raises AsyncRLError for what only the start would find.
     """
     try:
-        loaded = resolve(parse_command_line(argv), machine)
+        loaded = resolve(parse_command_line(argv), machine, dry_run=True)
         would_start(loaded)
     except AsyncRLError as error:
         return [
@@ -74,8 +74,8 @@ def model(config: Config) -> Iterator[Finding]:
 def needs(loaded: LoadedConfig | None, weights: int) -> Needs:
     """Disk and host memory of a job whose model has `weights` bytes on disk, in 16 bits a parameter.
 
-    Disk: the export, copies for engines that join, and checkpoints. Memory: every process, the host buffer of copies,
-    and on a CPU the numbers of trainer and engines too. None: no recipe was given.
+    Disk: the export, copies for engines that join, and checkpoints. Memory: every process, what the estimate of the
+    job's memory puts on the host, and on a CPU the numbers of trainer and engines too. None: no recipe was given.
     """
     if loaded is None or not weights:
         return Needs()
@@ -86,11 +86,10 @@ def needs(loaded: LoadedConfig | None, weights: int) -> Needs:
     if config.checkpoint.every:
         disk += (config.checkpoint.keep_last + 1) * (weights + state)
     ranks, engines = len(layout.trainers) // layout.nodes, len(layout.engines)
-    memory = (ranks + engines) * _PROCESS_BYTES + (weights if copies else 0)
+    memory = (ranks + engines) * _PROCESS_BYTES
+    memory += sum(loaded.memory.host.values()) if loaded.memory is not None else 0
     if layout.device == "cpu":
         memory += 2 * weights * engines + ranks * (2 * state // 3 + state) // layout.data_parallel
-    elif layout.colocated:
-        memory += state  # what the trainer moves to the host while engines have the GPUs
     return Needs(disk, memory)
 
 

@@ -19,7 +19,7 @@ from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError, counted
 from asyncrl.host.foreground import run_in_foreground
 from asyncrl.host.process import INHERITED, ProcessSpec
-from asyncrl.inference.building import is_small
+from asyncrl.inference.building import is_small, with_kernels
 from asyncrl.inference.engines.ports import EnginePorts
 from asyncrl.inference.sglang.launch import engine_argv, engine_environment
 
@@ -50,7 +50,7 @@ def standalone_engine(settings: ServedModelConfig, *, port: int, host: str, mach
         transport="broadcast",
     )
     argv = engine_argv(
-        settings,
+        with_kernels(settings, settings.path, device),
         placement,
         EnginePorts.from_base(port),
         model_path=settings.path,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
+from asyncrl.config.architecture import check_tensor_parallel, read_architecture
 from asyncrl.errors import ModelError
-from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import Role
 

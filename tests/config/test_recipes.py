@@ -10,17 +10,18 @@ import pytest
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import InvalidConfigError
 from asyncrl.config.reading.loading import load_config, parse_command_line, resolve
+from asyncrl.config.reading.report import dry_run_report
 from asyncrl.driver import check_start
 from tests.loops import ENTRYPOINTS
 from tests.tiny_policy import QWEN_THINKING, write_policy
 
 RECIPES = sorted((ENTRYPOINTS / "recipes").glob("*.toml"))
 ON_GPUS = {
-    # recipe, GPUs, trainer ranks: the engines' GPUs, and how weights reach them
-    ("qwen3-0.6b", 1, 1): ([0], "tensor"),
-    ("qwen3-8b", 8, 4): ([4, 5, 6, 7], "broadcast"),
-    ("qwen3-8b-colocated", 8, 8): ([0, 1, 2, 3, 4, 5, 6, 7], "tensor"),
-    ("qwen3-8b-colocated", 4, 4): ([0, 1, 2, 3], "tensor"),
+    # recipe, machine, trainer ranks: the engines' GPUs, and how weights reach them
+    ("qwen3-0.6b", "1x40GB", 1): ([0], "tensor"),
+    ("qwen3-8b", "8x80GB", 4): ([4, 5, 6, 7], "broadcast"),
+    ("qwen3-8b-colocated", "8x80GB", 8): ([0, 1, 2, 3, 4, 5, 6, 7], "tensor"),
+    ("qwen3-8b-colocated", "4x80GB", 4): ([0, 1, 2, 3], "tensor"),
 }
 QWEN3 = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -50,19 +51,26 @@ def write_qwen3(recipe: str) -> None:
     (path / "config.json").write_text(json.dumps(common | QWEN3[name]))
 
 
-@pytest.mark.parametrize(("recipe", "gpus", "ranks"), ON_GPUS, ids=lambda value: str(value))
-def test_a_recipe_for_gpus_would_start_where_they_are(
-    recipe: str, gpus: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("recipe", "machine", "ranks"), ON_GPUS)
+def test_a_recipe_for_gpus_fits_the_machine_that_it_names(
+    recipe: str, machine: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_qwen3(recipe)
-    machine = Machine(world_size=ranks, local_world_size=ranks, gpus=tuple(map(str, range(gpus))))
-    loaded = resolve(parse_command_line(["@", str(ENTRYPOINTS / "recipes" / f"{recipe}.toml")]), machine)
+    file = ENTRYPOINTS / "recipes" / f"{recipe}.toml"
+    assert f"--as {machine}" in file.read_text()
+    argv = ["@", str(file), "--dry-run", "--as", machine, "--nproc-per-node", str(ranks)]
+    loaded = resolve(parse_command_line(argv), Machine(), dry_run=True)
     check_start(loaded)
-    layout, (of_engines, transport) = loaded.layout, ON_GPUS[recipe, gpus, ranks]
+    layout, (of_engines, transport) = loaded.layout, ON_GPUS[recipe, machine, ranks]
     assert (layout.device, layout.dtype, len(layout.trainers)) == ("cuda", "bfloat16", ranks)
     assert [gpu for engine in layout.engines for gpu in engine.gpus] == of_engines
     assert layout.transports == {transport} and layout.unused_gpus == () and loaded.warnings == ()
+    assert loaded.memory is not None and loaded.memory.worst is None and loaded.memory.longest is not None
+    assert loaded.config.model.context_length is not None
+    assert loaded.memory.longest >= loaded.config.model.context_length
+    assert all(tokens > 100_000 for tokens in loaded.memory.kv_tokens.values())
+    assert f"planned for {machine}" in dry_run_report(loaded)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.config.machine import Machine
+from asyncrl.config.memory.needs import JobMemory
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.demo.model import build
 from asyncrl.doctor import checkup, recipe
@@ -70,9 +71,10 @@ def test_what_a_job_needs_follows_from_its_model() -> None:
     saved = config.checkpoint.model_copy(update={"every": 5})
     less = replace(loaded, config=config.model_copy(update={"weights": never}))
     more = replace(loaded, config=config.model_copy(update={"checkpoint": saved}))
-    assert base.memory_bytes - recipe.needs(less, weights).memory_bytes == weights
     assert recipe.needs(less, weights).disk_bytes == weights
     assert recipe.needs(more, weights).disk_bytes == 4 * weights + 3 * 7 * weights
+    moved = replace(loaded, memory=JobMemory((), host={"copy of the published weights": weights, "state": 7}))
+    assert recipe.needs(moved, weights).memory_bytes == base.memory_bytes + weights + 7
 
 
 def test_an_engine_that_answers_is_told_with_its_time() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,55 +128,59 @@ def colocated_layout(engines: int) -> ProcessLayout:
     return replace(layout, device="cuda", engines=shared)
 
 
-@pytest.fixture
-def start_fleet(tmp_path: Path) -> StartFleet:
-    """Starts a controller over `engines` scripted engines; what it raises into its task group lands in `failures`.
+@asynccontextmanager
+async def fleet_of(
+    directory: Path,
+    engines: int = 1,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    prepare: Callable[[Fleet], None] | None = None,
+    restarts: int = 0,
+    colocated: bool = False,
+    layout: ProcessLayout | None = None,
+    **config: dict[str, Any],
+) -> AsyncIterator[Fleet]:
+    """A controller over `engines` scripted engines; what it raises into its task group lands in `failures`.
 
     `restarts`: how often a process that ended is started again. `colocated`: on the trainer's GPUs.
     """
+    (directory / "model.safetensors").touch()  # a model of no size: deadlines are at their least
+    device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
+    placed = layout or (colocated_layout(engines) if colocated else cpu_layout(engines))
+    sizes = [placement.tensor_parallel for placement in placed.engines] + [1] * engines
+    scripts = [ScriptedEngine(tensors, device=device, tensor_parallel=size) for size in sizes[:engines]]
+    router = ScriptedRouter()
+    host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
+    events = EventLog(None)
+    controller = InferenceController(
+        Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
+        hosts={0: host},
+        events=events,
+        layout=placed,
+        model_path=directory,
+        run_dir=directory,
+    )
+    fleet = Fleet(controller, host, router, scripts, events, [])
+    if prepare is not None:
+        prepare(fleet)
 
-    @asynccontextmanager
-    async def start(
-        engines: int = 1,
-        *,
-        tensors: Mapping[str, Tensor] | None = None,
-        prepare: Callable[[Fleet], None] | None = None,
-        restarts: int = 0,
-        colocated: bool = False,
-        layout: ProcessLayout | None = None,
-        **config: dict[str, Any],
-    ) -> AsyncIterator[Fleet]:
-        (tmp_path / "model.safetensors").touch()  # a model of no size: deadlines are at their least
-        device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
-        scripts = [ScriptedEngine(tensors, device=device) for _ in range(engines)]
-        router = ScriptedRouter()
-        host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
-        events = EventLog(None)
-        controller = InferenceController(
-            Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
-            hosts={0: host},
-            events=events,
-            layout=layout or (colocated_layout(engines) if colocated else cpu_layout(engines)),
-            model_path=tmp_path,
-            run_dir=tmp_path,
-        )
-        fleet = Fleet(controller, host, router, scripts, events, [])
-        if prepare is not None:
-            prepare(fleet)
+    async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+        try:
+            async with anyio.create_task_group() as task_group:
+                await controller.start(task_group)
+                task_status.started()
+        except BaseExceptionGroup as group:
+            fleet.failures += group.exceptions
 
-        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-            try:
-                async with anyio.create_task_group() as task_group:
-                    await controller.start(task_group)
-                    task_status.started()
-            except BaseExceptionGroup as group:
-                fleet.failures += group.exceptions
+    async with host, anyio.create_task_group() as outer:
+        await outer.start(run)
+        try:
+            yield fleet
+        finally:
+            await controller.dispose()
 
-        async with host, anyio.create_task_group() as outer:
-            await outer.start(run)
-            try:
-                yield fleet
-            finally:
-                await controller.dispose()
 
-    return start
+@pytest.fixture
+def start_fleet(tmp_path: Path) -> StartFleet:
+    """See `fleet_of`."""
+    return partial(fleet_of, tmp_path)

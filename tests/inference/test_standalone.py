@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,3 +99,25 @@ def test_the_command_runs_the_engine_under_a_guardian_and_says_how_a_job_takes_i
     assert spec.argv[0] == sys.executable and "--context-length 256" in " ".join(spec.argv)
     assert spec.env["SGLANG_PLATFORM"] == "asyncrl_cpu" and spec.env["TMPDIR"] == spec.scratch
     assert f"--engine.external http://127.0.0.1:{port}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [
+        ({"head_dim": 32}, "triton"),
+        ({"hidden_size": 192, "num_attention_heads": 6}, "triton"),
+        ({"head_dim": 64}, None),
+        ({"head_dim": None, "hidden_size": 4096, "num_attention_heads": 32}, None),
+        ({"text_config": {"head_dim": 32}}, None),
+    ],
+)
+def test_heads_that_are_too_small_for_the_usual_kernels_of_a_gpu_get_others(
+    model: Path, fields: dict[str, Any], backend: str | None
+) -> None:
+    (model / "config.json").write_text(json.dumps(fields))
+    settings = ServedModelConfig(path=model)
+    line, _ = launched(settings, GPUS)
+    assert ("--attention-backend triton" in line) == (backend == "triton")
+    assert "--attention-backend" not in launched(settings, CPU)[0]
+    chosen = ServedModelConfig(path=model, server_args={"attention_backend": "fa3"})
+    assert "--attention-backend fa3" in launched(chosen, GPUS)[0]

@@ -240,7 +240,7 @@ def _length_problems(config: Config, facts: ModelFacts | None) -> Iterator[Probl
             )
     # A sequence may fill a context that the user set. Without one, only the response and some prompt are known.
     longest = asked if asked is not None else response + 1
-    budget = config.train.max_tokens_per_microbatch
+    budget = config.train.packing_budget
     if budget < longest:
         yield Problem(
             "train.max_tokens_per_microbatch",

@@ -1,4 +1,7 @@
-"""The report of a dry run: which process would run where, and every value with its origin. It is a valid TOML file."""
+"""The report of a dry run: which process would run where with how much memory, and every value with its origin.
+
+It is a valid TOML file.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
+from asyncrl.config.memory.table import memory_lines
 from asyncrl.config.placement.gpus import by_node
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.toml import config_toml
@@ -14,8 +18,14 @@ from asyncrl.errors import counted
 
 
 def dry_run_report(loaded: LoadedConfig) -> str:
-    """The process layout as comments, then the resolved configuration as TOML."""
+    """The process layout and its memory as comments, then the resolved configuration as TOML."""
     lines = ["dry run: nothing was started", "", *layout_lines(loaded.config, loaded.layout, loaded.machine)]
+    if loaded.memory is not None:
+        lines += ["", *memory_lines(loaded.memory)]
+    if loaded.planned is not None:
+        nodes = f"--nnodes {loaded.machine.nodes} " if loaded.machine.nodes > 1 else ""
+        start = f"torchrun {nodes}--nproc-per-node {loaded.machine.local_world_size}"
+        lines += ["", f"planned for {loaded.planned}, which is not this machine: there, start with {start}"]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{comments}\n{config_toml(loaded.config, loaded.sources)}"
 

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from asyncrl.config.sections.base import Section
 
+DEFAULT_TOKENS = 8192
+"""Packing budget where nothing says how much memory there is."""
+
 
 class TrainConfig(Section):
     """One step of training."""
@@ -63,8 +66,10 @@ class TrainConfig(Section):
     update_weights_interval: int = Field(default=1, ge=1)
     """Rollout batches from one publication of the weights to the next, in train_async.py; train.py publishes each."""
 
-    max_tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Packing budget of one forward pass, in tokens, per rank."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Packing budget of one forward pass, in tokens, per rank. none: 8192 on CPU. On GPUs what the estimate of
+    --dry-run finds room for: at most 32768, and at least the longest sequence, which is model.context_length where that
+    is set; 8192 where the model is not there yet (model.builder)."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A NaN or infinite loss or gradient stops the run (batch saved), or skips that optimizer step. Weights that
@@ -91,6 +96,11 @@ class TrainConfig(Section):
 
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
+
+    @property
+    def packing_budget(self) -> int:
+        """`max_tokens_per_microbatch`; where it is unset, and nothing else was found out, `DEFAULT_TOKENS`."""
+        return self.max_tokens_per_microbatch or DEFAULT_TOKENS
 
     @property
     def optimizer_steps_per_batch(self) -> int:

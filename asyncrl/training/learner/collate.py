@@ -37,8 +37,13 @@ class PackedTokens:
 
     def to(self, device: torch.device) -> PackedTokens:
         """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
-        inputs = ("tokens", "positions", "rows", "targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in inputs})
+        return replace(
+            self,
+            tokens=send(self.tokens, device),
+            positions=send(self.positions, device),
+            rows=send(self.rows, device),
+            targets=send(self.targets, device),
+        )
 
     def padded(self, multiple: int) -> PackedTokens:
         """Appends a sequence of padding where the tokens are no multiple; nothing in it is sampled."""
@@ -51,6 +56,16 @@ class PackedTokens:
             tokens=F.pad(self.tokens, (0, missing)),
             positions=F.pad(self.positions, (0, missing)),
         )
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Puts a host tensor on `device` without waiting for the work that the device has before it.
+
+    A copy out of pageable memory waits for all of it; one out of page-locked memory queues like any other work.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.config.architecture import check_tensor_parallel, read_architecture
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.errors import ModelError
 from asyncrl.training.checkpoints.saved_shards import SavedShards
@@ -29,7 +30,6 @@ from asyncrl.training.megatron.optimizer import Optimizer
 from asyncrl.training.megatron.parallel import join
 from asyncrl.training.megatron.shards import reader, shard_of
 from asyncrl.training.megatron.step import forward_backward, forward_logprobs
-from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import Role
 from asyncrl.weights.buckets import TensorSpec

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
 from asyncrl.data.model_files import safetensors_files
 from asyncrl.errors import ModelError
 from asyncrl.training.checkpoints.files import end_replacement, replace_directory, sync_directory
 from asyncrl.training.megatron import mapping
-from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.models.model_directory import MAX_FILE_BYTES, HuggingFaceModel, write_model
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_GPU_PACKAGES = ("flash_mla", "flashinfer")
-"""Packages of kernels that Megatron uses where it can import them; SGLang depends on them."""
+_GPU_PACKAGES = ("flash_mla", "flashinfer", "transformer_engine")
+"""Packages of kernels that Megatron uses where it can import them; the first two come with SGLang."""
 _NEVER_NEEDED = ("wandb",)
 
 _thread = threading.local()

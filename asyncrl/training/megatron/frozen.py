@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.slices import Piece
 from asyncrl.training.megatron.host_memory import HostMemory, free_cached
 from asyncrl.training.megatron.model import PolicyModel
+from asyncrl.training.megatron.modules import BFloat16Module
 from asyncrl.training.megatron.shards import WEIGHT, Held, Read
 
 
@@ -26,7 +26,7 @@ class FrozenModel:
     def __init__(self, model: PolicyModel, config: TransformerConfig) -> None:
         self._model = model.requires_grad_(False)
         self._host = HostMemory(next(model.parameters()).device)
-        self.module = Float16Module(config, model) if config.params_dtype == torch.bfloat16 else model
+        self.module = BFloat16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
     def state(self) -> tuple[list[Held], dict[str, Any]]:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
 from asyncrl.training.checkpoints.slices import Cut
-from asyncrl.training.models.architecture import Architecture
 
 
 class Kind(Enum):

@@ -7,7 +7,6 @@ and `mapping` knows both. Never run so far: the Transformer Engine branch of `la
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Literal
 
 import torch
@@ -23,9 +22,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
+from asyncrl.training.megatron.kernels import fuses_gradient_accumulation, uses_transformer_engine
 from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
-from asyncrl.training.models.architecture import Architecture
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -71,19 +71,14 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # every parameter comes from the checkpoint
         calculate_per_token_loss=True,  # gradients are divided by the trained tokens of the whole step
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_gradient_accumulation(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),
         persist_layer_norm=False,
         **_RECOMPUTE[recompute],
     )
-
-
-def uses_transformer_engine() -> bool:
-    """True where layers are built from Transformer Engine."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
@@ -135,6 +130,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self._gathers:  # rows are selected among all tokens, so they are gathered before the output layer
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = True
+        self._positions: Tensor | None = None
+        if not uses_transformer_engine():  # whose rotary embedding goes by the ends of the sequences
+            self.rotary_pos_emb.register_forward_hook(self._select_angles)
         self.output_layer.register_forward_pre_hook(self._select_rows)
 
     def forward(self, tokens: Tensor, positions: Tensor, sequences: PackedSequences, rows: Tensor) -> Tensor:
@@ -147,14 +145,18 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         Returns:
             [rows, vocabulary / tensor-parallel ranks].
         """
-        self._rows = rows
+        self._rows, self._positions = rows, positions[0]
         logits: Tensor = super().forward(tokens, positions, None, packed_seq_params=sequences)
         return logits.squeeze(0)
 
     def _select_rows(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = (
-            arguments  # hidden: [tokens, 1, hidden size]; of each rank's share of the tokens if they are cut
-        )
+        hidden, *rest = arguments  # hidden: [tokens, 1, hidden size], of the rank's share of the tokens if they are cut
         if self._gathers:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        assert self._rows is not None
         return (hidden.index_select(0, self._rows), *rest)
+
+    def _select_angles(self, module: torch.nn.Module, arguments: tuple[Any, ...], angles: Tensor) -> Tensor:
+        """From [positions, 1, 1, dim] of the longest sequence to [tokens, 1, 1, dim]: once, not in each layer."""
+        assert self._positions is not None
+        return angles.index_select(0, self._positions)

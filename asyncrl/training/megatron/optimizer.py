@@ -19,7 +19,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.slices import Piece
 from asyncrl.training.megatron.host_memory import HostMemory, apart_from, free_cached
 from asyncrl.training.megatron.model import PolicyModel
+from asyncrl.training.megatron.modules import BFloat16Module
 from asyncrl.training.megatron.shards import WEIGHT, Held, Read
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,6 +43,9 @@ class Optimizer:
     With `train.optimizer_on_host`, Megatron's hybrid optimizer holds moments and main weights in host memory and
     updates them there; gradient norm and clipping stay on the device. It is a form of the distributed optimizer, on
     any number of ranks.
+
+    Gradients are reduced, a bucket at a time, while the last micro-batch still computes others. Weights are gathered at
+    once after each step and not in the next forward pass: they are read before it (`growth`, exports).
     """
 
     def __init__(
@@ -55,17 +58,25 @@ class Optimizer:
         self._on_host = train.optimizer_on_host and has_memory_of_its_own(self._device)
         self._sharded = data_parallel > 1 or self._on_host
         self._bf16 = config.params_dtype == torch.bfloat16
-        wrapped = Float16Module(config, model) if self._bf16 else model
+        wrapped = BFloat16Module(config, model) if self._bf16 else model
         self.module = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=self._sharded,
+                overlap_grad_reduce=data_parallel > 1,
+            ),
             wrapped,
         )
+        config.no_sync_func = self.module.no_sync  # the schedule opens it around all micro-batches but the last
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
             self._settings(config.params_dtype), [self.module], use_gloo_process_groups=False
         )
         if self._on_host:
             torch.accelerator.empty_host_cache()  # pinned copies of the whole model, of which it has kept its part
+        elif self._device.type == "cuda":
+            for adam in self._adams():
+                fuse(adam)
         config.finalize_model_grads_func = finalize_model_grads
         self._at_first = self._largest().clamp(min=1.0)
         """Of each parameter, before any step."""
@@ -260,3 +271,14 @@ def set_steps(adam: torch.optim.Optimizer, group: dict[str, Any], parameter: Ten
         adam.state[parameter]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
     else:
         group["step"] = steps
+
+
+def fuse(adam: torch.optim.Optimizer) -> None:
+    """Makes torch's Adam update each parameter in one kernel, without temporaries of the size of the weights.
+
+    Megatron builds it without the option, which torch reads from its groups at each step. The step count lies on the
+    device of the parameter then. Adam of another library is fused already.
+    """
+    if isinstance(adam, torch.optim.AdamW):
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False

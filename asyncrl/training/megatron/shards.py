@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
 from asyncrl.training.checkpoints.saved_shards import SavedShards
 from asyncrl.training.checkpoints.shard import Shard, piece_name
 from asyncrl.training.checkpoints.slices import Piece
 from asyncrl.training.megatron import mapping
-from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.ranks.layout import RankLayout
 
 WEIGHT = "weight"

@@ -79,7 +79,7 @@ def test_a_colocated_engine_can_give_memory_back_and_leaves_room_for_the_trainer
 @pytest.mark.parametrize("colocated", [True, False])
 def test_an_engine_that_gives_memory_back_gives_that_of_its_graphs_too(colocated: bool) -> None:
     shared = placement(gpus=(0,), colocated=colocated)
-    environment = engine_environment(shared, threads=None, cores=(0,), scratch=None)
+    environment = engine_environment(EngineConfig(), shared, {}, threads=None, cores=(0,), scratch=None)
     assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if colocated else None)
 
 

@@ -64,7 +64,7 @@ def play_gpu() -> None:
     cpu_shim.install()
     torch.cuda.current_stream = torch.cuda.Stream = Stream  # type: ignore[assignment, misc]
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment, misc]
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
+    torch.cuda.synchronize = torch.cuda.ipc_collect = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
     optimizer_module.has_memory_of_its_own = lambda device: True
     GpuOfTheCpu().__enter__()
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.manifest import SavedLayout
 from asyncrl.training.checkpoints.saved_shards import SavedShards
@@ -22,7 +23,6 @@ from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshots
 from asyncrl.training.checkpoints.slices import Parts, Piece, slices
 from asyncrl.training.megatron.mapping import Kind, cut_of, entry, to_megatron
 from asyncrl.training.megatron.shards import WEIGHT, Held, reader, shard_of
-from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.ranks.layout import RankLayout
 
 LAYER = "decoder.layers.0."
