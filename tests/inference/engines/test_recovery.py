@@ -263,7 +263,7 @@ async def test_an_engine_that_ends_too_often_is_given_up_and_the_others_go_on(st
         fleet.engines[1].exit_code = 1
         await fleet.host.kill("engine-1")
         await eventually(lambda: bool(fleet.failures))
-        with pytest.raises(EngineError, match=r"engine-1 is not started again: it was 1 times within 1800 s"):
+        with pytest.raises(EngineError, match=r"engine-1 is not started again: it was 1 time within 1800 s"):
             await fleet.controller.prepare_rollout(2)
 
 
