@@ -40,6 +40,8 @@ class Estimator:
     """Memory of each GPU; None where it is not known, and on CPU."""
     host_bytes: int | None = None
     """Memory of the node of rank 0; None where it is not known."""
+    frozen: tuple[Architecture, ...] = ()
+    """Models that every rank holds beside the trained one, untrained: a reference, a teacher."""
     beside: Mapping[str, Architecture] = field(default_factory=dict)
     """Models that are served beside the trained one, by name, as far as their shape is known."""
 
@@ -55,7 +57,12 @@ class Estimator:
             return None
         layout = self.layout
         return trainer_memory(
-            self.config, self.model, dtype=layout.dtype, device=layout.device, data_parallel=layout.data_parallel
+            self.config,
+            self.model,
+            dtype=layout.dtype,
+            device=layout.device,
+            data_parallel=layout.data_parallel,
+            frozen=self.frozen,
         )
 
     @property
@@ -164,7 +171,10 @@ class Estimator:
             yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)
         if layout.colocated:
             state = 0 if trainer.on_host else trainer.optimizer
-            yield "Adam's state and weights of the ranks in the engines' turn", ranks * (state + trainer.weights)
+            yield (
+                "Adam's state and weights of the ranks in the engines' turn",
+                ranks * (state + trainer.weights + trainer.frozen),
+            )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
