@@ -6,6 +6,7 @@ weights, and the engines' turn. Nothing is claimed about a device whose size is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -26,7 +27,6 @@ MOST_TOKENS = 32768
 """Largest packing budget that is chosen by itself. Past it a forward pass gets no faster, only larger."""
 _STEP_TOKENS = 256
 _LONGEST_TRIED = 1 << 24
-_NAME_CHARACTERS = "abcdefghijklmnopqrstuvwxyz_- "
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +188,4 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 def _numbered(names: list[str]) -> str:
     """`rank 0`, `rank 0..3`: of processes that are numbered in order."""
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].lstrip(_NAME_CHARACTERS)}"
+    return names[0] if len(names) == 1 else f"{names[0]}..{re.split('[- ]', names[-1])[-1]}"

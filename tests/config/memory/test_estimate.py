@@ -198,6 +198,18 @@ def test_an_engine_has_the_kv_that_its_share_leaves(capacity: int, asked: int | 
     assert (memory.kv_tokens == asked) == (asked is not None)
 
 
+@pytest.mark.parametrize("nonsense", ["much", True, -1, None, [0.5]])
+def test_server_arguments_that_are_no_numbers_are_left_to_their_own_check(nonsense: object) -> None:
+    settings = {"mem_fraction_static": nonsense, "max_total_tokens": nonsense}
+    given, plain = (
+        engine_memory(
+            QWEN_8B, dtype="bfloat16", device="cuda", ranks=1, capacity=80 * GB, settings=settings, colocated=True
+        )
+        for settings in (settings, {})
+    )
+    assert given == plain
+
+
 def test_an_engine_too_large_for_its_gpu_has_no_room_for_kv() -> None:
     memory = engine_memory(
         QWEN_8B, dtype="bfloat16", device="cuda", ranks=1, capacity=16 * GB, settings={}, colocated=False
