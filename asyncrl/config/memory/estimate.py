@@ -67,7 +67,7 @@ class Estimator:
 
     @property
     def engines(self) -> Mapping[str, tuple[EnginePlacement, EngineMemory]]:
-        """Every engine whose model has a known shape, by its id, and the memory of one of its ranks."""
+        """Every engine whose model has a known size, by its id, and the memory of one of its ranks."""
         groups: list[tuple[Architecture, EngineConfig | ServingConfig, tuple[EnginePlacement, ...]]]
         groups = [(self.model, self.config.engine, self.layout.engines)]
         served = served_beside(self.config)
@@ -79,6 +79,7 @@ class Estimator:
         return {
             placement.engine_id: (placement, self._engine(model, settings, placement))
             for model, settings, placements in groups
+            if "quantization" not in settings.server_args
             for placement in placements
         }
 
@@ -166,6 +167,9 @@ class Estimator:
         ranks = sum(rank.node == layout.trainers[0].node for rank in layout.trainers)
         if config.weights.keep_published != "never" and not config.debug.train_only:
             yield "copy of the published weights", RankShape(self.model).parameters * BYTES[layout.dtype]
+        if config.checkpoint.every:
+            share = -(-(3 * trainer.gradients + trainer.frozen) // layout.data_parallel)  # float32: weights and moments
+            yield "copy of a checkpoint", ranks * share + RankShape(self.model).parameters * BYTES[layout.dtype]
         if trainer.on_host:
             gradients = -(-trainer.gradients // layout.data_parallel)
             yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)

@@ -159,6 +159,16 @@ def test_the_state_of_adam_moves_to_the_host_and_is_counted_there() -> None:
     assert on_host.host["Adam's state and its gradients"] == 4 * (moved + on_device.devices[0].parts["gradients"])
 
 
+def test_a_checkpoint_is_copied_in_float32_and_as_a_model() -> None:
+    job = estimator({"train": {"tensor_parallel": 4}, "checkpoint": {"every": 5}}, gpus(8, 4))
+    assert job.memory(4096).host["copy of a checkpoint"] == pytest.approx(14 * RankShape(QWEN_8B).parameters, rel=1e-3)
+
+
+def test_an_engine_of_quantised_weights_is_left_out() -> None:
+    job = estimator({"engine": {"server_args": {"quantization": "fp8"}}}, gpus(8, 4), gpu_bytes=16 * GB)
+    assert job.engines == {} and [need.who for need in job.memory(64).devices] == ["rank 0..3"]
+
+
 def test_host_memory_is_held_against_what_the_node_has() -> None:
     job = estimator({"train": {"tensor_parallel": 4, "optimizer_on_host": True}}, gpus(8, 4))
     needed = sum(job.memory(4096).host.values())
