@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config.architecture import Architecture
 from asyncrl.config.layout import Device, DType
+from asyncrl.config.memory import trainer
 from asyncrl.config.memory.needs import Parts, added
 from asyncrl.config.memory.shapes import BYTES, RankShape
 
@@ -22,6 +23,8 @@ COLOCATED_MEMORY_FRACTION = 0.6
 """Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
 RUNTIME_BYTES = 1 << 30
 """Assumed, of an engine's rank on a GPU: CUDA context, kernels and communicators."""
+_LEAST_ACTIVATIONS = 512 << 20
+"""Of an engine whose memory others share: the constant part of what SGLang sets aside."""
 CPU_MAX_TOTAL_TOKENS = 65536
 """KV pool of an engine on CPU, in tokens, where nobody says it."""
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -75,7 +78,8 @@ def engine_memory(
     fraction = max(0.0, 1 - (graphs + activations) / capacity) if told is None else min(told, 1.0)
     free = max(0, capacity - RUNTIME_BYTES)
     pool = int(free * fraction) - weights
-    activations = max(0, min(activations, free - int(free * fraction) - graphs))
+    left = free - int(free * fraction) - graphs - (trainer.RUNTIME_BYTES if colocated else 0)
+    activations = max(_LEAST_ACTIVATIONS, min(activations, left))
     tokens = pool // each if asked is None else min(asked, pool // each)
     rest: Parts = {"weights": weights, "graphs": graphs, "activations": activations, "runtime": RUNTIME_BYTES}
     return EngineMemory(added({"KV": max(tokens, 0) * each}, rest), tokens)

@@ -20,7 +20,6 @@ KNOWN_GPUS: Mapping[str, int] = {
     "H200": 143771 * _MIB,
     "L4": 23034 * _MIB,
     "L40S": 46068 * _MIB,
-    "T4": 15360 * _MIB,
 }
 """Memory of GPUs by name, in bytes, as the driver tells it."""
 MOST_GPUS = 1024
