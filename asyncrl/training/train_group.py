@@ -48,7 +48,7 @@ from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, Traine
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.transfer import Payload, Sink, WeightSource
+from asyncrl.weights.transfer import Payload, Sink, WatchedSink, WeightSource
 
 T = TypeVar("T")
 
@@ -313,7 +313,10 @@ class TrainGroup:
 
     async def export(self, sink: Sink, timeout_s: float) -> None:
         """Exports the policy once, on all ranks, into `sink` on rank 0; raises as `Payload.export` does."""
-        outcome = await self._ranks.run(commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=sink)
+        watched = WatchedSink(sink)
+        outcome = await self._ranks.run(
+            commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=watched, idle_s=watched.idle_s
+        )
         assert isinstance(outcome, ExportOutcome)
         if outcome.error is not None:
             raise outcome.error

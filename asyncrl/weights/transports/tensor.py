@@ -45,6 +45,9 @@ from asyncrl.weights.transfer import (
 
 _ALIGNMENT = 64
 
+_RELEASE_GRACE_S = 5.0
+"""How much longer the trainer thread waits than the calls to the engines may take."""
+
 
 class TensorTransport:
     """See the module's docstring."""
@@ -78,7 +81,7 @@ class TensorTransport:
 
         async def export() -> None:
             try:
-                await payload.export(sink, 2 * self._timeout_s * (len(filler.buckets) + 1))
+                await payload.export(sink, 2 * self._timeout_s + _RELEASE_GRACE_S)
             except Exception as error:  # sorted below, outside the task group, which would wrap it
                 raised.append(error)
             finally:
@@ -167,7 +170,7 @@ class TensorSink:
         self.offered = True
         self._loop.call_soon_threadsafe(self._offer, index, handles)
         with WAITS.register("tensor handover", "engines", self._timeout_s):
-            released = self._released.wait(self._timeout_s + 5.0)  # the calls to the engines end first
+            released = self._released.wait(self._timeout_s + _RELEASE_GRACE_S)
         if self._stopped is not None or not released:
             raise WeightUpdateError(self._stopped or f"engines did not take a bucket within {self._timeout_s:g} s")
         self.bytes_sent += sum(spec.size_bytes for spec in bucket)
