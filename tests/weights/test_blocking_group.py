@@ -68,15 +68,18 @@ async def test_nccl_goes_through_the_same_code(blocks: Blocks, source: ThreadSou
     await transport.aclose()
 
 
-FORMING = [("constructor", 1), ("broadcast", 1)]
-LATER = [(call, 3) for call in CALLS if call != "constructor"]
-REST = [(call, 1) for call in ("work", "is_completed", "wait")] + [(call, 2) for call, _ in LATER]
+QUICK = [
+    ("constructor", 1),
+    ("broadcast", 1),
+    *((call, 3) for call in ("broadcast", "is_completed", "abort", "destructor")),
+]
+EVERY = [(call, nth) for call in CALLS for nth in (1, 2, 3)]
 """Calls, and in which broadcast of the group: the first proves it, the second is the first bucket."""
+NEVER = [("constructor", 2), ("constructor", 3), ("abort", 1), ("destructor", 1)]
+REST = [case for case in EVERY if case not in (*QUICK, *NEVER)]
 
 
-@pytest.mark.parametrize(
-    ("call", "nth"), [*FORMING, *LATER, *(pytest.param(*case, marks=pytest.mark.long) for case in REST)]
-)
+@pytest.mark.parametrize(("call", "nth"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in REST)])
 async def test_a_group_that_blocks_for_ever_costs_its_own_engine_alone(
     call: str, nth: int, blocks: Blocks, source: ThreadSource, start: Start
 ) -> None:
@@ -111,7 +114,7 @@ async def test_a_group_that_blocks_for_ever_costs_its_own_engine_alone(
     await transport.aclose()
 
 
-@pytest.mark.parametrize("call", ["constructor", "broadcast"])
+@pytest.mark.parametrize("call", ["broadcast", pytest.param("constructor", marks=pytest.mark.long)])
 async def test_a_lone_group_that_blocks_ends_the_transfer_with_the_reason(
     call: str, blocks: Blocks, source: ThreadSource, start: Start
 ) -> None:

@@ -116,15 +116,12 @@ class TransferGroup:
         make = partial(_process_group, self.backend, nested, self.world_size, self.timeout_s)
         inside = partial(_on_stream, None if self.device == "cpu" else torch.cuda.current_stream())
         self._wire = wire = Wire(self.name, make, inside=inside, aborts=self.backend == "nccl")
-        self._begin("the weight transfer group did not form", wire.form())
-        if self.backend == "nccl":
-            proof = partial(torch.zeros, PROOF.shape, dtype=torch.float32, device=self.device)
-            self._under_way = wire.broadcast(lambda: [proof()], self._options())
+        self._begin("the weight transfer group did not form", wire.form(self._proof, self._options()))
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Begins to send `tensors`, each as one message; `ended` tells when that is over."""
         assert self._wire is not None and self._under_way is None
-        self._begin("it did not take a weight bucket", self._wire.broadcast(lambda: tensors, self._options()))
+        self._begin("it did not take a weight bucket", self._wire.broadcast(tensors, self._options()))
 
     def ended(self) -> bool:
         """Whether nothing is under way: it succeeded, or `failure` says why it did not and the group was left."""
@@ -160,6 +157,10 @@ class TransferGroup:
     def _begin(self, what: str, under_way: Future[None]) -> None:
         self._what, self._under_way = what, under_way
         self._deadline = time.monotonic() + self.timeout_s
+
+    def _proof(self) -> list[Tensor]:
+        """What a group must have sent to count as formed."""
+        return [] if self.backend == "gloo" else [torch.zeros(PROOF.shape, dtype=torch.float32, device=self.device)]
 
     def _options(self) -> BroadcastOptions:
         options = BroadcastOptions()

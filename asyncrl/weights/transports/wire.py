@@ -47,26 +47,18 @@ class Wire:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._main, name=name, daemon=True).start()
 
-    def form(self) -> Future[None]:
-        """Makes the group."""
+    def form(self, make_proof: Callable[[], Sequence[Tensor]], options: BroadcastOptions) -> Future[None]:
+        """Makes the group, and sends tensors that prove it, where there are any."""
 
         def form() -> None:
             self._group = self._make()
+            self._broadcast(make_proof(), options)
 
         return self._do(form)
 
-    def broadcast(self, make_tensors: Callable[[], Sequence[Tensor]], options: BroadcastOptions) -> Future[None]:
+    def broadcast(self, tensors: Sequence[Tensor], options: BroadcastOptions) -> Future[None]:
         """Sends tensors, each as one message; done when all have been received, or with why they have not."""
-
-        def broadcast() -> None:
-            works = [self._group.broadcast([tensor], options) for tensor in make_tensors()]
-            while works and not self._leaving:
-                if works[0].is_completed():
-                    works.pop(0).wait()
-                else:
-                    time.sleep(POLL_S)
-
-        return self._do(broadcast)
+        return self._do(lambda: self._broadcast(tensors, options))
 
     def leave(self) -> None:
         """Drops the group, at once where nothing is under way. Waits for nothing; `left` tells."""
@@ -74,6 +66,14 @@ class Wire:
         self._calls.put(None)
         if self._aborts:
             threading.Thread(target=self._abort, name="abort of a transfer group", daemon=True).start()
+
+    def _broadcast(self, tensors: Sequence[Tensor], options: BroadcastOptions) -> None:
+        works = [self._group.broadcast([tensor], options) for tensor in tensors]
+        while works and not self._leaving:
+            if works[0].is_completed():
+                works.pop(0).wait()
+            else:
+                time.sleep(POLL_S)
 
     def _do(self, call: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
@@ -100,6 +100,8 @@ class Wire:
             del job, call, done
         job = None
         self._make = self._inside = _nothing
+        if self._aborts:  # the other thread may come too late
+            self._abort()
         self._group = None
         self.left.set()
 
