@@ -34,6 +34,8 @@ class Blocks:
         """Of the groups in question."""
         self.nth = 1
         """Number of the broadcast of a group whose own calls block; the first one proves the group."""
+        self.once = False
+        """Only the first group that comes there blocks."""
         self.reached = threading.Event()
         self.reached_at = 0.0
         """Monotonic time."""
@@ -45,6 +47,8 @@ class Blocks:
 
     def at(self, call: str, world_size: int, nth: int = 1) -> None:
         """Blocks where a group of this world size is in this call."""
+        if self.once and self.reached.is_set():
+            return
         if self.call == call and self.world_size == world_size and nth >= self.nth:
             self.reached_at = self.reached_at or time.monotonic()
             self.reached.set()
