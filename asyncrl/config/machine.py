@@ -118,6 +118,43 @@ def installed_gpus() -> tuple[str, ...]:
         pynvml.nvmlShutdown()
 
 
+OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
+"""By major version of CUDA: the oldest NVIDIA driver for Linux that runs programs built with it."""
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpus_problem(visible: int, usable: int, *, cuda: str | None, driver: str | None) -> str | None:
+    """Why torch does not see the GPUs that the layout was made for; None where it does.
+
+    Args:
+        visible: GPUs that the driver shows this process, on which the layout rests.
+        usable: GPUs that torch can use.
+        cuda: version of CUDA that torch was built with; None for a build without.
+        driver: version of the NVIDIA driver.
+    """
+    if visible == usable:
+        return None
+    found = f"the NVIDIA driver ({driver or 'none'}) shows {visible} GPU(s) and torch can use {usable}"
+    if cuda is None:
+        return f"{found}: this torch was built without CUDA; install the versions of requirements.lock"
+    wanted = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    needs = f"its wheels are built with CUDA {cuda}" + (f", which needs driver {wanted} or newer" if wanted else "")
+    return f"{found}: {needs}; update the driver, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+
+
 def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
     """Names of the GPUs that CUDA would show under `mask`, given the UUIDs of those installed.
 

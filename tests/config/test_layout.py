@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.config.layout import EnginePlacement, Gpu
-from asyncrl.config.machine import Machine, visible_gpus
+from asyncrl.config.machine import Machine, gpus_problem, visible_gpus
 from asyncrl.config.placement.gpus import by_node, shares
 from asyncrl.config.placement.rules import derive_layout, place_another, plan_layout
 from asyncrl.config.problems import InvalidConfigError
@@ -40,6 +40,24 @@ def refusals(config: dict[str, object], machine: Machine) -> dict[str, str]:
     with pytest.raises(InvalidConfigError) as caught:
         plan_layout(Config.model_validate(config), machine)
     return {problem.key: problem.text for problem in caught.value.problems}
+
+
+OLD = "535.104.05"
+
+
+@pytest.mark.parametrize(
+    ("visible", "usable", "cuda", "driver", "told"),
+    [
+        (8, 0, "13.0", OLD, (OLD, "shows 8 GPU(s)", "torch can use 0", "CUDA 13.0", "driver 580.65.06 or newer")),
+        (8, 0, None, OLD, (OLD, "built without CUDA")),
+        (0, 2, "13.0", None, ("(none) shows 0 GPU(s)", "torch can use 2")),
+        (8, 4, "14.2", OLD, ("torch can use 4", "CUDA 14.2;")),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_told_with_the_driver_that_it_wants(visible, usable, cuda, driver, told):
+    problem = gpus_problem(visible, usable, cuda=cuda, driver=driver)
+    assert problem is not None and all(part in problem for part in told), problem
+    assert gpus_problem(visible, visible, cuda=cuda, driver=driver) is None
 
 
 @pytest.mark.parametrize(

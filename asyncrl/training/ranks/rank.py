@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from asyncrl.config import Config
+from asyncrl.config.machine import Machine, driver_version, gpus_problem
 from asyncrl.errors import TrainerError
 from asyncrl.observability.logging import forwarded
 from asyncrl.training.backends import make_backend
@@ -36,9 +37,15 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
     """Builds the default process group (NCCL and gloo with GPUs, gloo without) and the control group. Collective.
 
     It binds the CUDA device, so it must run in the thread that will train. `timeout_s` is the deadline of a command.
+
+    Raises TrainerError where torch cannot use the GPUs that the job was laid out for.
     """
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problem = gpus_problem(len(Machine.detect().gpus), usable, cuda=torch.version.cuda, driver=driver_version())
+    if problem is not None:
+        raise TrainerError(problem)
     backend = "gloo"
-    if torch.cuda.is_available():
+    if usable:
         torch.cuda.set_device(environment.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     if environment.single_node:
