@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from asyncrl.inference.sglang.engine_api import EngineApi
+from asyncrl.tasks import MAY_NOT_RETURN
 from asyncrl.weights.transfer import BucketFiller, TransferFault
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.process_group import NO_WATCHDOG, PROOF
@@ -35,7 +36,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocks]:
     yield blocks
     blocks.free.set()
     for thread in threading.enumerate():  # one that ends with the interpreter would abort it
-        if thread.name.startswith("asyncrl-"):
+        if thread.name.startswith(MAY_NOT_RETURN):
             thread.join(5.0)
 
 

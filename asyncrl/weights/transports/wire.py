@@ -22,6 +22,8 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 
+from asyncrl.tasks import MAY_NOT_RETURN
+
 POLL_S = 0.0005
 
 
@@ -45,7 +47,7 @@ class Wire:
         self._group: Any = None  # a c10d Backend; its stub does not know `broadcast`
         self._leaving = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._main, name=name, daemon=True).start()
+        threading.Thread(target=self._main, name=MAY_NOT_RETURN + name, daemon=True).start()
 
     def form(self, make_proof: Callable[[], Sequence[Tensor]], options: BroadcastOptions) -> Future[None]:
         """Makes the group, and sends tensors that prove it, where there are any."""
@@ -65,7 +67,7 @@ class Wire:
         self._leaving = True
         self._calls.put(None)
         if self._aborts:
-            threading.Thread(target=self._abort, name="abort of a transfer group", daemon=True).start()
+            threading.Thread(target=self._abort, name=MAY_NOT_RETURN + "abort", daemon=True).start()
 
     def _broadcast(self, tensors: Sequence[Tensor], options: BroadcastOptions) -> None:
         works = [self._group.broadcast([tensor], options) for tensor in tensors]

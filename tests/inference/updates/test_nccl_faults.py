@@ -15,6 +15,7 @@ from functools import partial
 import anyio
 import pytest
 
+from asyncrl.tasks import MAY_NOT_RETURN
 from tests.inference.conftest import StartFleet
 from tests.inference.transaction_rig import (
     BOUND_S,
@@ -62,7 +63,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield blocks
     blocks.free.set()
     for thread in threading.enumerate():  # one that ends with the interpreter would abort it
-        if thread.name.startswith("asyncrl-"):
+        if thread.name.startswith(MAY_NOT_RETURN):
             thread.join(5.0)
 
 
