@@ -63,7 +63,7 @@ test: lint
 	$(MAKE) --no-print-directory system-recovery
 
 test-long: $(STAMP)
-	$(PYTEST) -m long --timeout 7200
+	KEEP_RESULTS=1 $(PYTEST) -m long --timeout 7200
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

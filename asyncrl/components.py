@@ -191,7 +191,7 @@ async def create_train_group(job: Job, components: RolloutComponents) -> Trainin
 
 
 def _publishing(job: Job, components: RolloutComponents) -> Publishing:
-    """How the trainer publishes to the engines of `components`; raises ConfigError where one transport cannot do it."""
+    """How the trainer publishes to the engines of `components`."""
     from asyncrl.run.pauses import ToldFleet
     from asyncrl.training.train_group import Publishing
     from asyncrl.weights.copies import make_copies
@@ -200,19 +200,14 @@ def _publishing(job: Job, components: RolloutComponents) -> Publishing:
     from asyncrl.weights.transports import make_transport
 
     controller = components.inference_controller
-    transports = job.layout.transports
-    if len(transports) > 1:
-        raise ConfigError(
-            "weights.transport: a publication uses one transport, but some engines share the trainer's GPU and some do "
-            f"not ({', '.join(sorted(transports))}); let all of engine.gpus do so or none, or set it to disk"
-        )
+    (transport,) = job.layout.transports  # the layout refuses others
     copies = make_copies(job.config, job.background)
     if copies is not None:
         job.disposal.push_async_callback(copies.aclose)
     make_publisher = partial(
         Publisher,
         ToldFleet(controller, job.pauses),
-        transport=make_transport(job.config, next(iter(transports)), open_engine=controller.open_engine),
+        transport=make_transport(job.config, transport, open_engine=controller.open_engine),
         events=job.events,
         copies=copies,
         limits=PublicationLimits.of(job.config),

@@ -244,13 +244,6 @@ async def test_without_engines_there_are_saved_batches_an_epoch_of_them_and_nobo
         await create_rollout_components(rig.job)
 
 
-async def test_engines_that_need_two_transports_are_refused(rig: Rig) -> None:
-    rig.job.layout.transports = frozenset({"broadcast", "tensor"})
-    with pytest.raises(ConfigError, match=r"weights\.transport: a publication uses one transport"):
-        await rig.build()
-    assert rig.calls == [*BUILT, "executor.dispose", "controller.dispose"]
-
-
 async def test_engines_on_the_trainers_gpus_make_room_before_the_trainer_is_made(rig: Rig) -> None:
     async def make_room(controller: Any) -> None:
         rig.note("room")

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better a sample did than the others of its prompt group.
+"""Advantages of samples: how much better a sample did than the others of its prompt group, or of its batch.
 
 Groups are known by index, never by position or text: samples of one group may lie anywhere in the batch, groups may
 be of any size (a failed sample is simply absent), and the same prompt in two groups makes two baselines.
@@ -40,6 +40,46 @@ def group_advantages(rewards: Tensor, group_index: Tensor, *, normalize: bool) -
         variance = torch.zeros(groups, dtype=torch.float64).index_add_(0, index, centred**2) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + _STD_FLOOR)[index]
     return torch.where((low == high)[index], 0.0, centred).float()
+
+
+def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """The reward of each sample less the mean of the *other* samples of its group (RLOO, arXiv 2402.14740).
+
+    Args:
+        rewards: float [samples].
+        group_index: int64 [samples], any non-negative ids.
+
+    Returns:
+        float32 [samples]; 0 for a group of one sample. Of a group of n it is n / (n - 1) times reward minus mean.
+    """
+    if rewards.numel() == 0:
+        return torch.zeros(0, dtype=torch.float32)
+    _, index, count = torch.unique(group_index, return_inverse=True, return_counts=True)
+    size = count[index].double()
+    centred = group_advantages(rewards, group_index, normalize=False)
+    return torch.mul(centred, size / (size - 1).clamp(min=1)).float()
+
+
+def normalized_over_tokens(values: Tensor, tokens: Tensor) -> Tensor:
+    """`values` less their mean, over their standard deviation; a sample counts as often as it has tokens.
+
+    It is what whitening an advantage over all trained tokens of the batch gives (REINFORCE++, arXiv 2501.03262,
+    equation 6).
+
+    Args:
+        values: float [samples].
+        tokens: int64 [samples]: trained tokens of each.
+
+    Returns:
+        float32 [samples]; all 0 where all values are equal.
+    """
+    exact, weight = values.double(), tokens.double()
+    total = weight.sum()
+    if total == 0 or bool((exact == exact[0]).all()):
+        return torch.zeros(len(values), dtype=torch.float32)
+    centred = exact - (exact * weight).sum() / total
+    variance = (centred**2 * weight).sum() / (total - 1).clamp(min=1)
+    return (centred / (variance.sqrt() + _STD_FLOOR)).float()
 
 
 def groups_without_signal(rewards: Tensor, group_index: Tensor) -> int:

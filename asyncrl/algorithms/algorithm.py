@@ -4,20 +4,22 @@ A step has two parts. `columns` sees the whole batch once, on rank 0, and gives 
 with the batch to all ranks. `loss` sees the tokens of one micro-batch at a time, and returns *sums* over them.
 
 A class of your own is named `package.module:Name` in `train.algorithm`, and is constructed with `train.algorithm_args`.
-For example, GRPO with a bonus for entropy:
+For example, GRPO that learns from the better samples of a group alone:
 
-    @dataclass(frozen=True)
-    class WithEntropy(Grpo):
-        weight: float = 0.01
-        needs: ClassVar[Needs] = Needs(group_samples=2, entropy_gradient=True)
+    @dataclass(frozen=True, kw_only=True)
+    class FromSuccesses(Grpo):
+        least: float = 0.0
 
-        def loss(self, tokens: TokenInputs) -> TokenLoss:
-            clipped = super().loss(tokens)
-            return replace(clipped, loss=clipped.loss - self.weight * sum_where(tokens.mask, tokens.entropies))
+        def advantages(self, rewards: Tensor, batch: RolloutBatch) -> Tensor:
+            return super().advantages(rewards, batch).clamp(min=self.least)
+
+Most ideas are an `advantages` or a `surrogate` of a policy gradient (`policy_gradient.py`), which keeps the settings
+that all of them share. The protocol below is for everything else.
 
 Invariants
 - No cut of a batch into micro-batches or over ranks changes the result: losses and figures are sums (or maxima), which
-  the learner adds up over the whole optimizer step and divides by its number of trained tokens.
+  the learner adds up over the whole optimizer step and divides by its number of trained tokens. A sequence is never
+  cut, so numbers of a whole sequence may be computed in `loss`; other sequences of its sample may be elsewhere.
 - Only what `needs` asks for is computed.
 """
 
@@ -30,6 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.aggregation import TOKEN_MEAN, Aggregation
 from asyncrl.data.batch import RolloutBatch
 
 OLD_LOGPROBS = "old_logprobs"
@@ -51,6 +54,11 @@ class Needs:
     """A pass before the first optimizer step of the batch, for `TokenInputs.old_logprobs`."""
     staleness: bool = False
     """`TokenInputs.staleness` is there."""
+    roles: tuple[str, ...] = ()
+    """Models that never train, "reference" or "teacher", which [algorithm] names: their log-probs of the sampled tokens
+    are columns of the batch (`role_logprobs`), for `Algorithm.columns` too."""
+    aggregation: Aggregation = TOKEN_MEAN
+    """How the losses of tokens add up: it makes `TokenInputs.weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ class Columns:
     tokens with `values[batch.token_samples]`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the batch, reported as `train/NAME`."""
+    keep: Tensor | None = None
+    """bool [T]: False for a token that is not to be trained; it counts nowhere. None keeps what the batch keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,23 @@ class TokenInputs:
     """int64 [R]: its sample."""
     group: Tensor
     """int64 [R]: its prompt group."""
+    weights: Tensor
+    """float32 [R]: what each token counts, by `Needs.aggregation`; 1 for the mean over all tokens."""
+    num_sequences: int
+    """Sequences in the whole batch; `sequence` is below it."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of `values` [R] over the tokens whose mask is True, each by its weight."""
+        return sum_where(self.mask, values * self.weights)
+
+    def over_sequence(self, values: Tensor, *, mean: bool) -> Tensor:
+        """float32 [R]: for each token, the sum or the mean of `values` over the unmasked tokens of its sequence."""
+        kept = torch.where(self.mask, values, 0.0)
+        zeros = kept.new_zeros(self.num_sequences)
+        sums = zeros.index_add(0, self.sequence, kept)
+        if mean:
+            sums = sums / zeros.index_add(0, self.sequence, self.mask.to(kept.dtype)).clamp(min=1.0)
+        return sums[self.sequence]
 
     @property
     def advantages(self) -> Tensor:
@@ -95,6 +122,10 @@ class TokenInputs:
     def old_logprobs(self) -> Tensor:
         """float32 [R]: log-prob under the trainer's weights before the first optimizer step of the batch."""
         return self.columns[OLD_LOGPROBS]
+
+    def role_logprobs(self, role: str) -> Tensor:
+        """float32 [R]: log-prob under the model of a role that `Needs.roles` names."""
+        return self.columns[role_logprobs(role)]
 
     @property
     def staleness(self) -> Tensor:
@@ -127,6 +158,11 @@ class Algorithm(Protocol):
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
         """The loss of one micro-batch, on every rank. Every token may be masked out."""
+
+
+def role_logprobs(role: str) -> str:
+    """The name of the column that holds the log-probs under the model of a role."""
+    return f"{role}_logprobs"
 
 
 def sum_where(mask: Tensor, values: Tensor) -> Tensor:

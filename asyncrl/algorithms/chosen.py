@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.algorithm import STALENESS, Algorithm, Columns, Needs, TokenInputs, TokenLoss
-from asyncrl.algorithms.grpo import Grpo
+from asyncrl.algorithms.cispo import Cispo
+from asyncrl.algorithms.distill import Distill
+from asyncrl.algorithms.grpo import Dapo, DrGrpo, Grpo
+from asyncrl.algorithms.gspo import Gspo, GspoToken
+from asyncrl.algorithms.off_policy import Correction
+from asyncrl.algorithms.policy_gradient import PolicyGradient
+from asyncrl.algorithms.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from asyncrl.algorithms.rloo import Rloo
 from asyncrl.algorithms.sft import Sft
 from asyncrl.config import Config
 from asyncrl.config.sections.training import TrainConfig
@@ -25,11 +32,19 @@ from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.data.staleness import step_of
 from asyncrl.errors import AlgorithmError, AsyncRLError, ConfigError, describe_exception
 
-BUILTIN: Mapping[str, Callable[[TrainConfig], Algorithm]] = {
-    "grpo": lambda train: Grpo(train.clip_low, train.clip_high, train.normalize_advantages),
-    "sft": lambda train: Sft(),
+POLICY_GRADIENTS: Mapping[str, type[PolicyGradient]] = {
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "dapo": Dapo,
+    "gspo": Gspo,
+    "gspo_token": GspoToken,
+    "cispo": Cispo,
+    "distill": Distill,
+    "rloo": Rloo,
+    "reinforce_pp": ReinforcePlusPlus,
+    "reinforce_pp_baseline": ReinforcePlusPlusBaseline,
 }
-"""Algorithms that come with the project; the configuration lists the same names (`config/checks/named_code.py`)."""
+"""With sft, the algorithms of the project; the configuration lists the same names (`config/checks/named_code.py`)."""
 
 _FIGURES = frozenset(
     {
@@ -62,7 +77,11 @@ class ChosenAlgorithm:
         tokens = {name: column.detach().to("cpu", torch.float32).contiguous() for name, column in made.tokens.items()}
         if self.needs.staleness:
             tokens[STALENESS] = token_staleness(batch)
-        return Columns(tokens, {name: float(value) for name, value in made.metrics.items()})
+        if made.keep is not None and (made.keep.shape != (len(batch.tokens),) or made.keep.dtype != torch.bool):
+            self._refuse(
+                f"columns returned keep as {made.keep.dtype} {list(made.keep.shape)}, not a bool of each token"
+            )
+        return Columns(tokens, {name: float(value) for name, value in made.metrics.items()}, made.keep)
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
         """As `Algorithm.loss`. Raises AlgorithmError: it failed, or returned no sums to differentiate and add up."""
@@ -120,13 +139,22 @@ def make_algorithm(config: Config) -> ChosenAlgorithm:
     Raises ConfigError: it does not import, its constructor refuses `train.algorithm_args`, it is no `Algorithm`, or it
     compares more samples of a prompt than are sampled.
     """
-    train, name = config.train, config.train.algorithm
-    made = BUILTIN[name](train) if name in BUILTIN else _own(name, train)
+    name = config.train.algorithm
+    if name in POLICY_GRADIENTS:
+        made: Algorithm = _policy_gradient(POLICY_GRADIENTS[name], config)
+    else:
+        made = Sft() if name == "sft" else _own(name, config.train)
     chosen = ChosenAlgorithm(name, made)
     samples, needed = config.rollout.samples_per_prompt, chosen.needs.group_samples
     if samples < needed:
         raise ConfigError(f"rollout.samples_per_prompt: {samples} is too few for {name}; use at least {needed}")
     return chosen
+
+
+def _policy_gradient(kind: type[PolicyGradient], config: Config) -> PolicyGradient:
+    given = config.algorithm
+    correction = Correction(given.correction, given.correction_level, given.correction_upper, given.correction_lower)
+    return kind(**given.given(), max_new_tokens=config.rollout.max_new_tokens, correction=correction)
 
 
 def token_staleness(batch: RolloutBatch) -> Tensor:

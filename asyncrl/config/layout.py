@@ -73,10 +73,15 @@ class EnginePlacement:
     """Indices on its node, one for each tensor-parallel rank; empty on CPU."""
     visible_devices: str
     """CUDA_VISIBLE_DEVICES of the engine's processes; empty on CPU."""
-    colocated: bool
-    """Shares its GPUs with trainer ranks: it gives up memory while they train, and gets weights by tensor handover."""
     transport: Transport
     """How new weights reach it."""
+    trainer_ranks: tuple[int, ...] = ()
+    """Trainer ranks on its GPUs, one for each tensor-parallel rank; empty where its GPUs are its own."""
+
+    @property
+    def colocated(self) -> bool:
+        """Shares its GPUs with trainer ranks: it gives up memory while they train, and reads new weights in place."""
+        return bool(self.trainer_ranks)
 
     @property
     def devices(self) -> tuple[Gpu, ...]:

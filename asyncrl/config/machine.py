@@ -14,6 +14,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.layout import Device, Gpu
 
@@ -30,6 +31,10 @@ class Machine:
     """This process's own rank."""
     gpus: tuple[str, ...] = ()
     """What CUDA_VISIBLE_DEVICES of a child calls each visible GPU of a node: its index, or the name of a MIG slice."""
+    gpu_bytes: int | None = None
+    """Memory of each of them, or of the smallest; None where it is not known."""
+    host_bytes: int | None = None
+    """Memory of a node; None where it is not known."""
     cpus: tuple[int, ...] = (0,)
     """Cores that this process may run on."""
     omp_threads: int | None = None
@@ -57,12 +62,16 @@ class Machine:
         """This machine, from torchrun's environment, the NVIDIA driver and the scheduler."""
         mask = environ.get("CUDA_VISIBLE_DEVICES")
         world_size = int(environ.get("WORLD_SIZE", "1"))
+        # An empty mask is how a job says "no GPU": the driver need not be asked.
+        installed = () if mask is not None and not mask.strip() else installed_gpus()
+        gpus = visible_gpus(mask, [gpu.uuid for gpu in installed])
         return cls(
             world_size=world_size,
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
             rank=rank_of(environ),
-            # An empty mask is how a job says "no GPU": the driver need not be asked.
-            gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
+            gpus=gpus,
+            gpu_bytes=memory_of(gpus, installed),
+            host_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             cpus=tuple(sorted(os.sched_getaffinity(0))),
             omp_threads=omp_threads_of_user(environ, environment_of_agent),
             open_files=_hard_limit(),
@@ -103,8 +112,17 @@ def environment_of_agent() -> dict[str, str]:
     return {name.decode(): value.decode(errors="replace") for name, _, value in (p.partition(b"=") for p in pairs)}
 
 
-def installed_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs that the NVIDIA driver shows here, in its order; empty without a driver."""
+@dataclass(frozen=True, slots=True)
+class InstalledGpu:
+    """One GPU that the driver shows."""
+
+    uuid: str
+    memory_bytes: int
+    """0 where the driver does not tell it."""
+
+
+def installed_gpus() -> tuple[InstalledGpu, ...]:
+    """The GPUs that the NVIDIA driver shows here, in its order; empty without a driver."""
     import pynvml  # type: ignore[import-untyped]
 
     try:
@@ -113,13 +131,16 @@ def installed_gpus() -> tuple[str, ...]:
         return ()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+        return tuple(
+            InstalledGpu(str(pynvml.nvmlDeviceGetUUID(handle)), _memory_bytes(pynvml, handle)) for handle in handles
+        )
     finally:
         pynvml.nvmlShutdown()
 
 
-OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
-"""By major version of CUDA: the oldest NVIDIA driver for Linux that runs programs built with it."""
+OLDEST_DRIVER: Mapping[int, str] = {12: "525", 13: "580"}
+"""CUDA's major version → the oldest driver on Linux that runs what was built for it, by NVIDIA's table
+(https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 
 
 def driver_version() -> str | None:
@@ -134,25 +155,6 @@ def driver_version() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
-
-
-def gpus_problem(visible: int, usable: int, *, cuda: str | None, driver: str | None) -> str | None:
-    """Why torch does not see the GPUs that the layout was made for; None where it does.
-
-    Args:
-        visible: GPUs that the driver shows this process, on which the layout rests.
-        usable: GPUs that torch can use.
-        cuda: version of CUDA that torch was built with; None for a build without.
-        driver: version of the NVIDIA driver.
-    """
-    if visible == usable:
-        return None
-    found = f"the NVIDIA driver ({driver or 'none'}) shows {visible} GPU(s) and torch can use {usable}"
-    if cuda is None:
-        return f"{found}: this torch was built without CUDA; install the versions of requirements.lock"
-    wanted = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
-    needs = f"its wheels are built with CUDA {cuda}" + (f", which needs driver {wanted} or newer" if wanted else "")
-    return f"{found}: {needs}; update the driver, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
 
 
 def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
@@ -181,3 +183,16 @@ def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
             return ()
         names.append(name)
     return tuple(names)
+
+
+def _memory_bytes(pynvml: Any, handle: Any) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # a GPU that shares the memory of its host has none of its own
+        return 0
+
+
+def memory_of(names: Sequence[str], installed: Sequence[InstalledGpu]) -> int | None:
+    """Memory of the smallest of the GPUs that `visible_gpus` named; None without any, and for a slice of one (MIG)."""
+    sizes = [installed[int(name)].memory_bytes if name.isdigit() else 0 for name in names]
+    return min(sizes, default=0) or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import Section
 from asyncrl.config.sections.checkpoint import CheckpointConfig
 from asyncrl.config.sections.data import DataConfig
@@ -25,6 +26,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)

@@ -92,10 +92,15 @@ class EngineEndpoint:
     """Tensor-parallel ranks of the engine."""
     gpus: tuple[int, ...] = ()
     """GPUs of the engine; empty on CPU."""
-    colocated: bool = False
-    """True if the engine shares its GPUs with trainer ranks; then weights go by tensor handover."""
+    trainer_ranks: tuple[int, ...] = ()
+    """Trainer ranks on its GPUs, one for each tensor-parallel rank; empty where its GPUs are its own."""
     external: bool = False
     """True if somebody else runs the engine; then it goes on after the job."""
+
+    @property
+    def colocated(self) -> bool:
+        """True if the engine shares its GPUs with trainer ranks; then it reads new weights in place."""
+        return bool(self.trainer_ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
 
-from asyncrl.algorithms import grpo
+from asyncrl.algorithms import kl, off_policy, policy_gradient
 from asyncrl.observability.metrics import PHASES
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.metrics import RolloutMetrics
@@ -45,7 +45,8 @@ def reference() -> str:
     sections = {
         "rollout": "The batch of the step, as it was delivered.",
         "train": (
-            "Training on that batch. Figures of the loss are those of GRPO; an algorithm of your own adds its own."
+            "Training on that batch. Figures of the loss are those of policy gradients; an algorithm of your own adds "
+            "its own."
         ),
         "weights": "The publication after the step; absent where none was due.",
         "time": "Wall time of the step by phase. The phases do not overlap, and add up to `time/step_s`.",
@@ -71,7 +72,9 @@ def explanations() -> dict[str, str]:
         **{f"rollout/{name}": text for name, text in rollout.items() if name not in _NO_METRICS},
         "rollout/reward/<part>_mean": rollout["reward_parts"],
         **learner.METRICS,
-        **grpo.METRICS,
+        **policy_gradient.METRICS,
+        **kl.METRICS,
+        **off_policy.METRICS,
         **publication.METRICS,
         "time/step_s": "Seconds of the whole step, from the end of the step before.",
         **phases,

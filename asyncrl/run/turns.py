@@ -11,7 +11,9 @@ Invariants of shared GPUs
 - The trainer's turn is a pause of the engines, and executors hear of it. Groups that no batch took wait in the engines.
 - Weights are exported while they are on the device, and leave it only then. Other memory of the trainer leaves before
   the weights of the engines come back; the trainer's weights leave before other memory of the engines comes back.
-- A publication ends the trainer's turn for the executors, also a publication that fails.
+- A publication ends the trainer's turn for the executors, also a publication that fails. Engines that live go on after
+  that, with the last copy of published weights where there is one, unless a rank of the trainer failed: then nobody
+  can free the GPUs.
 - Engines that all ended in the trainer's turn are started again before their publication, once.
 - Each step of a change of places may be repeated, so a change may begin wherever an earlier one was cancelled.
 """
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from asyncrl.config import Config
 from asyncrl.config.layout import ProcessLayout
-from asyncrl.errors import ConfigError, EnginesLostError
+from asyncrl.errors import ConfigError, EnginesLostError, WeightUpdateError
 
 if TYPE_CHECKING:  # torch stays out of the driver until the engines are on their way
     from asyncrl.run.parts import InferencePart, TrainingPart
@@ -125,10 +127,19 @@ class SharedTurns(Turns):
         engines, trainer = halves
         await trainer.offload(keep_weights=True)
         await engines.onload_weights()
-        publication = await trainer.update_weights(rollout_id)
-        await trainer.offload()
-        await engines.onload_kv()
+        try:
+            publication = await trainer.update_weights(rollout_id)
+        except EnginesLostError:  # they are started again, in the engines' turn
+            raise
+        except WeightUpdateError:  # the trainer is whole, and its memory can go
+            await self._end_turn(halves)
+            raise
+        await self._end_turn(halves)
         return publication
+
+    async def _end_turn(self, halves: Halves) -> None:
+        await halves.trainer.offload()
+        await halves.engines.onload_kv()
 
     async def _change_places(self, halves: Halves) -> None:
         """From the engines' turn to that of the trainer, whichever engines live."""

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 from torch import Tensor
 
-from asyncrl.algorithms.algorithm import Columns
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import AlgorithmError, ExportError, TrainerError, WeightUpdateError
+from asyncrl.errors import ExportError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
 from asyncrl.training.backends import make_backend
 from asyncrl.training.checkpoints.restoring import saved_tensors
@@ -37,6 +34,7 @@ from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
 from asyncrl.training.last_policy import keep_leftovers, leave_policy
 from asyncrl.training.learner.backend import BackendFactory
+from asyncrl.training.preparation import Preparation
 from asyncrl.training.ranks import commands
 from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
@@ -46,6 +44,7 @@ from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.handover import Handover, OtherRanks
 from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Payload, Sink, WatchedSink, WeightSource
@@ -71,7 +70,7 @@ class TrainGroup:
         background: the tasks of the job, among which checkpoints are completed; None makes one in `task_group`.
         publishing: how `update_weights` publishes; None for a trainer without engines.
         first_attempt: the first attempt of this job's gang; None where that is the present one.
-        roles: those beside the actor, whose model is `config.model.path`.
+        roles: those beside the actor, whose model is `config.model.path`, and beside those that the algorithm needs.
         make_backend: makes a rank's part of the backend; the other ranks must be given the same one (`serve_rank`).
 
     Raises ConfigError for an algorithm that cannot be made.
@@ -90,13 +89,16 @@ class TrainGroup:
         make_backend: BackendFactory = make_backend,
     ) -> None:
         self._config = config
-        self._roles = {role.name: role for role in (Role(ACTOR, str(config.model.path)), *roles)}
         self._events = events
         self._publishing = publishing
         self._publisher = None if publishing is None else publishing.make_publisher(self)
         self._environment = environment = RankEnvironment.from_environ()
         self._bound = Bound.of(config)
-        self._algorithm = make_algorithm(config)
+        self._preparation = Preparation(
+            config, make_algorithm(config), events, logprobs=self.logprobs, refresh=self._refresh
+        )
+        all_roles = (Role(ACTOR, str(config.model.path)), *self._preparation.roles, *roles)
+        self._roles = {role.name: role for role in all_roles}
         layout = environment.layout(config)
         self._checkpoints = CheckpointSaver(
             config,
@@ -142,7 +144,10 @@ class TrainGroup:
             self._specs[name] = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
-            self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
+            self._preparation.restore(resumed.extra)
+            self._events.emit(
+                TrainerResumed(step=resumed.step, path=str(resumed.path), other_layout=resumed.other_layout)
+            )
         elif self._publisher is not None and self._events.attempt > 0:
             await keep_leftovers(self._publisher, self._config)
         payload, seconds = self.payload, time.monotonic() - started
@@ -162,10 +167,10 @@ class TrainGroup:
         """
         if not self._config.debug.train_only:  # a replay trains saved batches as they are
             self._bound.check(batch)
-        columns = await self._columns(batch)
-        batch = replace(batch, columns={**batch.columns, **columns.tokens})
+        batch, figures = await self._preparation.prepare(rollout_id, batch)
         metrics = await self._train(rollout_id, commands.Train(ACTOR), batch)
-        return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
+        self._preparation.trained(rollout_id, metrics)
+        return metrics | {f"train/{name}": value for name, value in figures.items()}
 
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One supervised step on the sampled tokens of `batch`; returns rank 0's metrics.
@@ -254,7 +259,7 @@ class TrainGroup:
             rollout_id + 1,
             copy,
             roles={role: saved_tensors(specs) for role, specs in self._specs.items()},
-            extra=extra or {},
+            extra={**(extra or {}), **self._preparation.save()},
             wait=wait,
         )
 
@@ -262,13 +267,16 @@ class TrainGroup:
         """Waits for the checkpoint in progress, `checkpoint.timeout_s` at most; `statistics` tells its outcome."""
         await self._checkpoints.finish()
 
-    async def offload(self, *, keep_weights: bool = False, role: str = ACTOR) -> None:
-        """Frees the GPUs of the role; `keep_weights` leaves the weights there, to be published or exported."""
-        await self._ranks.run(commands.Offload(role, keep_weights), self._of(role, "offloading the trainer"))
+    async def offload(self, *, keep_weights: bool = False, role: str | None = None) -> None:
+        """Frees the GPUs of a role, or of all; `keep_weights` leaves the policy's there, to be published."""
+        for name in self._roles if role is None else (role,):
+            keep = keep_weights and name == ACTOR
+            await self._ranks.run(commands.Offload(name, keep), self._of(name, "offloading the trainer"))
 
-    async def onload(self, role: str = ACTOR) -> None:
-        """Undoes `offload`, before the role computes or exports anything."""
-        await self._ranks.run(commands.Onload(role), self._of(role, "loading the trainer back"))
+    async def onload(self, role: str | None = None) -> None:
+        """Undoes `offload`, before a role computes or exports anything."""
+        for name in self._roles if role is None else (role,):
+            await self._ranks.run(commands.Onload(name), self._of(name, "loading the trainer back"))
 
     async def clear_memory(self) -> None:
         """Has every rank give back memory that Python and the GPU's allocator hold in reserve."""
@@ -311,11 +319,16 @@ class TrainGroup:
         """Runs `function(*args)` in the trainer thread of rank 0. Raises TrainerError after `timeout_s`."""
         return await self._ranks.call(function, *args, what=what, timeout_s=timeout_s)
 
-    async def export(self, sink: Sink, timeout_s: float) -> None:
+    @property
+    def other_ranks(self) -> OtherRanks:
+        """The ranks that may offer their tensors to engines beside rank 0."""
+        return self._ranks.others
+
+    async def export(self, sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
         """Exports the policy once, on all ranks, into `sink` on rank 0; raises as `Payload.export` does."""
-        watched = WatchedSink(sink)
+        command, watched = commands.ExportTensors(ACTOR, handover), WatchedSink(sink)
         outcome = await self._ranks.run(
-            commands.ExportTensors(ACTOR), "exporting the weights", timeout_s, sink=watched, idle_s=watched.idle_s
+            command, "exporting the weights", timeout_s, sink=watched, idle_s=watched.idle_s
         )
         assert isinstance(outcome, ExportOutcome)
         if outcome.error is not None:
@@ -323,13 +336,9 @@ class TrainGroup:
 
     # steps
 
-    async def _columns(self, batch: RolloutBatch) -> Columns:
-        """What the algorithm computes over the whole batch; in a thread, since it may take long."""
-        try:
-            with waiting("the columns of the batch", "the algorithm", self._config.train.step_timeout_s):
-                return await anyio.to_thread.run_sync(self._algorithm.columns, batch, abandon_on_cancel=True)
-        except TimeoutError as error:
-            raise AlgorithmError(f"train.algorithm: {self._config.train.algorithm}: {error}") from None
+    async def _refresh(self, role: str) -> None:
+        what = self._of(role, "taking over the policy's weights")
+        await self._ranks.run(commands.CopyWeights(role, ACTOR), what)
 
     async def _train(self, rollout_id: int | None, command: Command, batch: RolloutBatch) -> dict[str, float]:
         """Has every rank train; counts the step where it is one of the loop."""

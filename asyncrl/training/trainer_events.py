@@ -31,6 +31,8 @@ class TrainerResumed(Event):
     step: int
     """Batches trained when it was written."""
     path: str
+    other_layout: str = ""
+    """The layouts that wrote and read it, in words, where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,19 @@ class TrainerStepped(Event):
     step: int
     """Batches trained so far; the step of the weights that now exist."""
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSwitchedOn(Event):
+    """Tokens of another policy are corrected for from the next step on (algorithm.correction = "auto")."""
+
+    kind: ClassVar[str] = "correction_switched_on"
+
+    step: int
+    """Batches trained so far."""
+    mismatch: float
+    """train/mismatch_k3 of the last one, in nat."""
+    threshold: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.observability.text_plots import size
+from asyncrl.weights.handover import Handover
 from asyncrl.weights.transfer import Payload, Sink
 
 BLOCK_BYTES = 64 << 20
@@ -48,6 +49,12 @@ class HostBuffer:
                 size = min(self._block_bytes, size_bytes - start)
                 block = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 self._blocks.append(block.zero_())  # the kernel finds the pages now, not while engines stand still
+
+    def release(self) -> None:
+        """Gives the memory back; a reader that is at a block may end it. The next `reserve` takes it anew."""
+        self.holder, self._blocks = None, []
+        if torch.cuda.is_available():
+            torch.accelerator.empty_host_cache()  # else torch keeps what is page-locked for the process
 
     def write(self, offset: int, data: Tensor) -> None:
         """Copies `data` (uint8 [n]) to `offset`; from a GPU it arrives later, in the order of its current stream."""
@@ -82,8 +89,8 @@ class Recording:
         """Takes the memory; runs in the trainer thread. Without memory nothing is recorded, with a warning."""
         payload, size_bytes = self.payload, self.payload.size_bytes
 
-        async def export(sink: Sink, timeout_s: float) -> None:
-            await payload.export(_Recorder(self._buffer, self, sink), timeout_s)
+        async def export(sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
+            await payload.export(_Recorder(self._buffer, self, sink), timeout_s, handover)
 
         try:
             self._buffer.reserve(size_bytes)

@@ -1,7 +1,8 @@
 """What a publication is made of: a payload, the engines that take it, and the transport between them.
 
 A transport has two halves. The driver half (async) tells the engines what comes. The trainer half is a `Sink`: rank 0
-feeds it, tensor by tensor, in the trainer thread. The halves meet in the wire and in a `TransferResult`.
+feeds it, tensor by tensor, in the trainer thread. The halves meet in the wire and in a `TransferResult`. Where engines
+read from several ranks (`Handover`), those have sinks of their own.
 
 The weight plane knows the trainer by its `Payload` and by nothing else. An adapter is another payload: it has other
 tensors and another export, and transports, copies and publisher stay as they are.
@@ -23,6 +24,7 @@ from torch import Tensor
 from asyncrl.data.fleet import EngineEndpoint
 from asyncrl.errors import EngineError, WeightUpdateError
 from asyncrl.weights.buckets import Bucket, TensorSpec, plan_buckets
+from asyncrl.weights.handover import Handover, OtherRanks
 
 T = TypeVar("T")
 
@@ -62,14 +64,21 @@ class WatchedSink:
         self._sink.finish()
 
 
+class Export(Protocol):
+    """Exports all tensors once, on all ranks."""
+
+    async def __call__(self, sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
+        """Exports into `sink` of rank 0; with a `handover`, other ranks offer their tensors too. See `Payload`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
     """The tensors of a publication, and how the trainer exports them."""
 
     specs: tuple[TensorSpec, ...]
     """Every tensor, in the order in which `export` delivers them; the same in each export."""
-    export: Callable[[Sink, float], Awaitable[None]]
-    """Exports once, on all ranks, into a sink of rank 0; gives up when it has not gone on for so many seconds.
+    export: Export
+    """Exports once, on all ranks; gives up when it has not gone on for so many seconds.
 
     It goes on whenever the sink takes a tensor. A sink that waits in `put` for longer ends the trainer.
 
@@ -88,6 +97,10 @@ class WeightSource(Protocol):
     @property
     def payload(self) -> Payload:
         """What the trainer publishes."""
+
+    @property
+    def other_ranks(self) -> OtherRanks:
+        """The ranks that may take part in a `Handover` beside rank 0."""
 
     async def call(self, function: Callable[..., T], *args: object, what: str, timeout_s: float) -> T:
         """Runs `function` in the trainer thread of rank 0; raises TimeoutError after `timeout_s`."""

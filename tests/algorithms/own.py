@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss, sum_where
+from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss
 from asyncrl.algorithms.grpo import Grpo
 from asyncrl.data.batch import RolloutBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WithEntropy(Grpo):
     """GRPO, with a bonus for the entropy of each token's distribution."""
 
@@ -21,10 +21,10 @@ class WithEntropy(Grpo):
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
         clipped = super().loss(tokens)
-        return replace(clipped, loss=clipped.loss - self.weight * sum_where(tokens.mask, tokens.entropies))
+        return replace(clipped, loss=clipped.loss - self.weight * tokens.total(tokens.entropies))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(Grpo):
     """The advantage of RLOO (arXiv 2402.14740): a sample's reward less the mean of the *other* samples of its group."""
 
@@ -36,7 +36,7 @@ class LeaveOneOut(Grpo):
         return Columns({"advantages": (rewards - others)[batch.token_samples]}, {"reward_total": float(total.sum())})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decoupled(Grpo):
     """Clips against the trainer's own policy before the step (arXiv 2505.24298), and weighs old tokens down."""
 
@@ -51,7 +51,7 @@ class Decoupled(Grpo):
         return replace(made, maxima={**made.maxima, "staleness_max": oldest})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Broken(Grpo):
     """Fails in `columns` or in `loss`, on the batch of step `step`."""
 

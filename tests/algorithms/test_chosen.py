@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss
-from asyncrl.algorithms.chosen import BUILTIN, ChosenAlgorithm, make_algorithm, token_staleness
+from asyncrl.algorithms.chosen import POLICY_GRADIENTS, ChosenAlgorithm, make_algorithm, token_staleness
 from asyncrl.algorithms.grpo import Grpo
 from asyncrl.config import Config
 from asyncrl.config.checks.named_code import BUILTIN_ALGORITHMS
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import AlgorithmError, ConfigError
 from tests.training.batches import make_batch
@@ -23,12 +24,17 @@ BATCH = make_batch([(2, 2), (3, 1)], groups=[0, 0], rewards=[1.0, 0.0])
 
 
 def config(algorithm: str, samples: int = 4, **args: Any) -> Config:
-    train = {"algorithm": algorithm, "algorithm_args": args, "clip_low": 0.1, "normalize_advantages": False}
-    return Config.model_validate({"train": train, "rollout": {"samples_per_prompt": samples}})
+    train = {"algorithm": algorithm, "algorithm_args": args}
+    given = {"clip_low": 0.1, "normalize_advantages": False} if algorithm == "grpo" else {}
+    return Config.model_validate(
+        {"train": train, "algorithm": given, "rollout": {"samples_per_prompt": samples, "max_new_tokens": 9}}
+    )
 
 
 def test_a_named_algorithm_takes_its_settings_from_the_section_and_one_of_your_own_from_its_arguments() -> None:
-    assert make_algorithm(config("grpo"))._algorithm == Grpo(0.1, 0.28, False)
+    assert make_algorithm(config("grpo"))._algorithm == Grpo(
+        clip_low=0.1, clip_high=0.28, normalize_advantages=False, max_new_tokens=9
+    )
     own: Any = make_algorithm(config("tests.algorithms.own:WithEntropy", weight=0.5))._algorithm
     assert (own.weight, own.clip_low) == (0.5, 0.2)
 
@@ -53,8 +59,18 @@ def test_what_cannot_be_made_is_refused_before_anything_trains(algorithm: str, a
 
 
 def test_the_configuration_names_every_algorithm_and_no_other() -> None:
-    made = {name: make_algorithm(config(name)).needs.group_samples for name in BUILTIN}
-    assert made == BUILTIN_ALGORITHMS
+    made = {name: make_algorithm(config(name)).needs.group_samples for name in [*POLICY_GRADIENTS, "sft"]}
+    assert made == {name: known.group_samples for name, known in BUILTIN_ALGORITHMS.items()}
+
+
+def test_the_configuration_knows_the_settings_of_each_algorithm() -> None:
+    section = set(AlgorithmConfig.model_fields)
+    for name, kind in POLICY_GRADIENTS.items():
+        own = {field.name for field in fields(kind)} - {"max_new_tokens"}
+        correction = {key for key in section if key.startswith("correction")}
+        models = {"reference", "reference_interval", "teacher"}
+        assert BUILTIN_ALGORITHMS[name].settings == own | correction | models, name
+    assert section == set().union(*(known.settings for known in BUILTIN_ALGORITHMS.values()))
 
 
 def test_an_algorithm_that_compares_more_samples_than_there_are_is_refused() -> None:
@@ -88,6 +104,8 @@ def divide(_: Any) -> Any:
         (lambda batch: {}, "mine: columns returned dict, not Columns"),
         (lambda batch: Columns({"a": batch.rewards}), "column 'a' is [2], not one number for each of the 8 tokens"),
         (lambda batch: Columns({"a": 3}), "column 'a' is int, not one number for each"),
+        (lambda batch: Columns(keep=batch.rewards > 0), "columns returned keep as torch.bool [2], not a bool of each"),
+        (lambda batch: Columns(keep=batch.logprobs), "columns returned keep as torch.float32 [8], not a bool of each"),
         (
             lambda batch: Columns({"a": torch.where(batch.token_samples == 1, torch.nan, 1.0)}),
             "column 'a' is not finite at 1 tokens, first in sample sample-1",
@@ -103,7 +121,7 @@ def test_columns_that_cannot_be_trained_on_are_one_error(answer: Any, message: s
 def tokens() -> TokenInputs:
     index = torch.zeros(2, dtype=torch.int64)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    return TokenInputs(logprobs, torch.ones(2), -torch.ones(2), index == 0, {}, index, index, index)
+    return TokenInputs(logprobs, torch.ones(2), -torch.ones(2), index == 0, {}, index, index, index, torch.ones(2), 1)
 
 
 def with_figure(name: str, value: Any) -> Callable[[TokenInputs], TokenLoss]:

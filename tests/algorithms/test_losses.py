@@ -17,13 +17,19 @@ ALL = torch.ones(4, dtype=torch.bool)
 
 def inputs(logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, **columns: Tensor) -> TokenInputs:
     index, entropies = torch.zeros(len(logprobs), dtype=torch.int64), torch.zeros(len(logprobs))
-    return TokenInputs(logprobs, entropies, engine_logprobs, mask, columns, index, index, index)
+    return TokenInputs(logprobs, entropies, engine_logprobs, mask, columns, index, index, index, ones(logprobs), 1)
+
+
+def ones(like: Tensor) -> Tensor:
+    return torch.ones(len(like))
 
 
 def grpo(
     logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> TokenLoss:
-    return Grpo(clip_low, clip_high).loss(inputs(logprobs, engine_logprobs, mask, advantages=advantages))
+    return Grpo(clip_low=clip_low, clip_high=clip_high).loss(
+        inputs(logprobs, engine_logprobs, mask, advantages=advantages)
+    )
 
 
 def sft(logprobs: Tensor, mask: Tensor) -> TokenLoss:

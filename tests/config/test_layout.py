@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.config.layout import EnginePlacement, Gpu
-from asyncrl.config.machine import Machine, gpus_problem, visible_gpus
+from asyncrl.config.machine import Machine, visible_gpus
 from asyncrl.config.placement.gpus import by_node, shares
 from asyncrl.config.placement.rules import derive_layout, place_another, plan_layout
 from asyncrl.config.problems import InvalidConfigError
@@ -40,24 +40,6 @@ def refusals(config: dict[str, object], machine: Machine) -> dict[str, str]:
     with pytest.raises(InvalidConfigError) as caught:
         plan_layout(Config.model_validate(config), machine)
     return {problem.key: problem.text for problem in caught.value.problems}
-
-
-OLD = "535.104.05"
-
-
-@pytest.mark.parametrize(
-    ("visible", "usable", "cuda", "driver", "told"),
-    [
-        (8, 0, "13.0", OLD, (OLD, "shows 8 GPU(s)", "torch can use 0", "CUDA 13.0", "driver 580.65.06 or newer")),
-        (8, 0, None, OLD, (OLD, "built without CUDA")),
-        (0, 2, "13.0", None, ("(none) shows 0 GPU(s)", "torch can use 2")),
-        (8, 4, "14.2", OLD, ("torch can use 4", "CUDA 14.2;")),
-    ],
-)
-def test_gpus_that_torch_cannot_use_are_told_with_the_driver_that_it_wants(visible, usable, cuda, driver, told):
-    problem = gpus_problem(visible, usable, cuda=cuda, driver=driver)
-    assert problem is not None and all(part in problem for part in told), problem
-    assert gpus_problem(visible, visible, cuda=cuda, driver=driver) is None
 
 
 @pytest.mark.parametrize(
@@ -148,12 +130,47 @@ def test_gpus_are_shared_by_choice():
     assert [(engine.gpus, engine.transport) for engine in layout.engines] == [((0,), "tensor"), ((1,), "tensor")]
 
 
-def test_shared_and_free_gpus_can_be_mixed_by_an_explicit_list():
-    layout = plan_layout(Config.model_validate({"engine": {"colocate": True, "gpus": [0, 1]}}), gpus(2))
-    assert [(engine.colocated, engine.transport) for engine in layout.engines] == [
-        (True, "tensor"),
-        (False, "broadcast"),
-    ]
+def test_shared_and_free_gpus_are_mixed_only_where_weights_reach_all_engines_in_one_way():
+    mixed = {"engine": {"colocate": True, "gpus": [0, 1]}}
+    found = refusals(mixed, gpus(2))
+    assert list(found) == ["weights.transport"]
+    assert (
+        "only broadcast reaches engine-1 and tensor reaches engine-0; name in engine.gpus only"
+        in found["weights.transport"]
+    )
+    external = {"engine": {"external": ["http://127.0.0.1:1"], "num_engines": 1}}
+    assert "broadcast reaches external-0" in refusals(external, gpus(1))["weights.transport"]
+    layout = plan_layout(Config.model_validate(mixed | {"weights": {"transport": "disk"}}), gpus(2))
+    assert [(e.colocated, e.transport) for e in layout.engines] == [(True, "disk"), (False, "disk")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [
+        ({}, [(0,), (1,), (2,), (3,)]),
+        ({"tensor_parallel": 2}, [(0, 1), (2, 3)]),
+        ({"tensor_parallel": 4}, [(0, 1, 2, 3)]),
+        ({"tensor_parallel": 2, "num_engines": 1}, [(0, 1)]),
+        ({"gpus": [3, 1], "tensor_parallel": 2}, [(3, 1)]),
+        ({"gpus": [2, 0]}, [(2,), (0,)]),
+    ],
+)
+@pytest.mark.parametrize("trainer", [1, 2, 4])
+def test_engines_that_share_gpus_know_the_trainer_rank_on_each_in_their_own_order(trainer, engine, ranks):
+    config = {"engine": {"colocate": True} | engine, "train": {"tensor_parallel": trainer}}
+    layout = plan_layout(Config.model_validate(config), gpus(4, ranks=4))
+    assert [placed.trainer_ranks for placed in layout.engines] == ranks
+    assert [placed.gpus for placed in layout.engines] == ranks, "local rank i has GPU i"
+    assert layout.transports == {"tensor"}
+
+
+@pytest.mark.parametrize(("size", "text"), [(3, None), (8, "would take 8, but 4 of the 4 visible GPUs")])
+def test_an_engine_that_is_larger_than_the_trainers_gpus_is_refused(size, text):
+    config = {"engine": {"colocate": True, "tensor_parallel": size}}
+    if text is None:  # GPU 3 trains alone
+        assert places(plan_layout(Config.model_validate(config), gpus(4, ranks=4)).engines) == [(0, (0, 1, 2))]
+    else:
+        assert text in refusals(config, gpus(4, ranks=4))["engine.tensor_parallel"]
 
 
 def test_ranks_of_a_second_node_use_their_own_nodes_gpus():
@@ -259,11 +276,14 @@ def test_no_gpu_has_two_users_and_no_engine_two_nodes(job: tuple[Config, Machine
         assert shared in (set(), set(engine.devices))  # all of its GPUs or none
         if not config.debug.rollout_only:
             assert engine.colocated == bool(shared)
+            places_of = {t.rank: Gpu(t.node, t.gpu) for t in layout.trainers if t.gpu is not None}
+            assert tuple(places_of[rank] for rank in engine.trainer_ranks) == (engine.devices if shared else ())
     assert not any(training.intersection(engine.devices) for engine in beside)
     used = [gpu for engine in engines for gpu in engine.devices]
     assert len(set(used)) == len(used)
     assert {*used, *training, *layout.unused_gpus} == set(machine.all_gpus)
     assert not ({*used, *training} & set(layout.unused_gpus))
+    assert len(layout.transports) == 1
     wanted = config.engine.num_engines
     assert len(layout.engines) == wanted or (wanted is None and layout.engines)
     assert {name: len(served.engines) for name, served in layout.beside.items()} == {
@@ -303,11 +323,11 @@ def test_one_more_engine_takes_gpus_that_nobody_uses_until_none_are_left(job: tu
         ({"engine": {"gpus": [0, 1]}}, gpus(2), "engine.gpus", "[0] are also used by trainer ranks"),
         ({"engine": {"gpus": [5, -1]}}, gpus(2), "engine.gpus", "[-1, 5] named, but the visible GPUs are 0 to 1"),
         ({"engine": {"gpus": [1, 1]}}, gpus(2), "engine.gpus", "names a GPU twice"),
-        ({"engine": {"gpus": []}}, gpus(2), "engine.tensor_parallel", "need 1, but 0"),
+        ({"engine": {"gpus": []}}, gpus(2), "engine.tensor_parallel", "would take 1, but 0"),
         ({"engine": {"gpus": [1, 2, 3], "tensor_parallel": 2}}, gpus(4), "engine.gpus", "list exactly those"),
         ({"engine": {"gpus": [1, 2], "num_engines": 1}}, gpus(3), "engine.gpus", "list exactly those"),
-        ({"engine": {"num_engines": 3}}, gpus(3), "engine.num_engines", "3 engine(s) of 1 GPU(s) need 3, but 2"),
-        ({"engine": {"tensor_parallel": 4}}, gpus(4), "engine.tensor_parallel", "need 4, but 3"),
+        ({"engine": {"num_engines": 3}}, gpus(3), "engine.num_engines", "3 engines of 1 GPU would take 3, but 2"),
+        ({"engine": {"tensor_parallel": 4}}, gpus(4), "engine.tensor_parallel", "would take 4, but 3"),
         (
             {"engine": {"gpus": [0, 1], "tensor_parallel": 2, "colocate": True}},
             gpus(2),
@@ -320,6 +340,12 @@ def test_one_more_engine_takes_gpus_that_nobody_uses_until_none_are_left(job: tu
         ({"weights": {"transport": "tensor"}}, gpus(2), "weights.transport", "engine-0 shares no GPU"),
         ({"weights": {"transport": "broadcast"}}, gpus(1), "weights.transport", "NCCL refuses"),
         ({"weights": {"on_update": "in_place"}}, gpus(1), "weights.on_update", "engine-0 gives up all KV"),
+        (
+            {"train": {"optimizer_on_host": True}, "model": {"dtype": "float32"}},
+            gpus(2),
+            "train.optimizer_on_host",
+            "leave model.dtype at auto",
+        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_the_fix(config, machine, key, text):
@@ -356,12 +382,12 @@ def test_a_dry_run_of_several_nodes_names_the_node_of_each_process() -> None:
     config = Config.model_validate({"engine": {"num_engines": 1}})
     machine = nodes(2, 2, 1)
     assert layout_lines(config, plan_layout(config, machine), machine) == [
-        "process layout on 4 GPU(s) of 2 nodes, bfloat16: 2 trainer rank(s), 2 data x 1 tensor parallel; 1 engine(s)",
+        "process layout on 4 GPUs of 2 nodes, bfloat16: 2 trainer ranks, 2 data x 1 tensor parallel; 1 engine",
         "  rank 0       node 0 GPU 0     driver and trainer, model copy 0 part 0",
         "  rank 1       node 1 GPU 0     trainer, model copy 1 part 0",
         "  host         node 0 CPU       owns engines, router and reward workers",
         "  router       node 0 CPU       sglang-router, round_robin, 127.0.0.1, a free port",
         "  engine-0     node 0 GPU 1     tensor parallel 1, weights by broadcast",
-        "  rewards      node 0 CPU       1 worker(s)",
+        "  rewards      node 0 CPU       1 worker",
         "  unused: node 1 GPU 1",
     ]

@@ -141,7 +141,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(refused, option, mean
     assert refused(option, "1")[option] == f"unknown option; did you mean {meant}?"
 
 
-@pytest.mark.parametrize("option", ["--qqqqqqq", "--train.optimizer", "--run.color", "--engine.count"])
+@pytest.mark.parametrize("option", ["--qqqqqqq", "--train.quantiser", "--run.color", "--engine.count"])
 def test_a_key_like_no_other_gets_no_misleading_suggestion(refused, option):
     assert refused(option, "1")[option] == "unknown option"
 
@@ -257,7 +257,7 @@ def test_a_missing_or_broken_file_is_named_without_complaints_about_what_it_woul
         ("num_steps = None", '; write "none", not None'),
         ("num_steps = none  # all", '; write "none", not none'),
         ("num_steps = null", '; write "none", not null'),
-        ("normalize_advantages = True", "; write true, not True"),
+        ("flag = True", "; write true, not True"),
         ("num_steps = yes", ""),
     ],
 )

@@ -70,7 +70,9 @@ class FakeController:
         self._colocated = colocated
         self._eval_fleet = eval_fleet
         self._engines = {
-            f"engine-{i}": _Engine(EngineEndpoint(f"engine-{i}", 0, f"http://engine-{i}", 1, colocated=colocated))
+            f"engine-{i}": _Engine(
+                EngineEndpoint(f"engine-{i}", 0, f"http://engine-{i}", 1, trainer_ranks=(0,) if colocated else ())
+            )
             for i in range(engines)
         }
         self._directory: Path | None = None

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlaceme
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
 from tests.scripted import Fault, ScriptedEngine, ScriptedHost, ScriptedRouter, instead
+
+_SOME_TOKENS = 15
+"""Of a request that stands in the middle."""
 
 
 @pytest.fixture
@@ -47,6 +51,30 @@ async def eventually(satisfied: Callable[[], bool], timeout_s: float = 20.0) -> 
             if satisfied():
                 return
             await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def in_the_middle(
+    engines: Sequence[ScriptedEngine], asked: Callable[[], int]
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Requests of these engines stand still with some tokens while the block lasts.
+
+    Call what it yields to wait until all that are `asked` have come, and those that run stand.
+    """
+
+    def stand() -> bool:
+        running = [engine.generation.running for engine in engines]
+        standing = [engine.generation.braked for engine in engines]
+        known = sum(engine.generation.running + engine.generation.waiting for engine in engines)
+        return known >= asked() and running == standing and sum(standing) > 0
+
+    for engine in engines:
+        engine.generation.brake(_SOME_TOKENS)
+    try:
+        yield lambda: eventually(stand)
+    finally:
+        for engine in engines:
+            engine.generation.brake(None)
 
 
 def cancelled_in(scope: anyio.CancelScope, endpoint: str, callers: int = 1, **more: Any) -> Fault:
@@ -86,7 +114,6 @@ def cpu_layout(engines: int) -> ProcessLayout:
                 tensor_parallel=1,
                 gpus=(),
                 visible_devices="",
-                colocated=False,
                 transport="broadcast",
             )
             for i in range(engines)
@@ -97,59 +124,63 @@ def cpu_layout(engines: int) -> ProcessLayout:
 
 def colocated_layout(engines: int) -> ProcessLayout:
     layout = cpu_layout(engines)
-    shared = tuple(replace(placement, colocated=True, gpus=(0,)) for placement in layout.engines)
+    shared = tuple(replace(placement, trainer_ranks=(0,), gpus=(0,)) for placement in layout.engines)
     return replace(layout, device="cuda", engines=shared)
+
+
+@asynccontextmanager
+async def fleet_of(
+    directory: Path,
+    engines: int = 1,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    prepare: Callable[[Fleet], None] | None = None,
+    restarts: int = 0,
+    colocated: bool = False,
+    layout: ProcessLayout | None = None,
+    **config: dict[str, Any],
+) -> AsyncIterator[Fleet]:
+    """A controller over `engines` scripted engines; what it raises into its task group lands in `failures`.
+
+    `restarts`: how often a process that ended is started again. `colocated`: on the trainer's GPUs.
+    """
+    (directory / "model.safetensors").touch()  # a model of no size: deadlines are at their least
+    device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
+    placed = layout or (colocated_layout(engines) if colocated else cpu_layout(engines))
+    sizes = [placement.tensor_parallel for placement in placed.engines] + [1] * engines
+    scripts = [ScriptedEngine(tensors, device=device, tensor_parallel=size) for size in sizes[:engines]]
+    router = ScriptedRouter()
+    host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
+    events = EventLog(None)
+    controller = InferenceController(
+        Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
+        hosts={0: host},
+        events=events,
+        layout=placed,
+        model_path=directory,
+        run_dir=directory,
+    )
+    fleet = Fleet(controller, host, router, scripts, events, [])
+    if prepare is not None:
+        prepare(fleet)
+
+    async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+        try:
+            async with anyio.create_task_group() as task_group:
+                await controller.start(task_group)
+                task_status.started()
+        except BaseExceptionGroup as group:
+            fleet.failures += group.exceptions
+
+    async with host, anyio.create_task_group() as outer:
+        await outer.start(run)
+        try:
+            yield fleet
+        finally:
+            await controller.dispose()
 
 
 @pytest.fixture
 def start_fleet(tmp_path: Path) -> StartFleet:
-    """Starts a controller over `engines` scripted engines; what it raises into its task group lands in `failures`.
-
-    `restarts`: how often a process that ended is started again. `colocated`: on the trainer's GPUs.
-    """
-
-    @asynccontextmanager
-    async def start(
-        engines: int = 1,
-        *,
-        tensors: Mapping[str, Tensor] | None = None,
-        prepare: Callable[[Fleet], None] | None = None,
-        restarts: int = 0,
-        colocated: bool = False,
-        layout: ProcessLayout | None = None,
-        **config: dict[str, Any],
-    ) -> AsyncIterator[Fleet]:
-        (tmp_path / "model.safetensors").touch()  # a model of no size: deadlines are at their least
-        device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
-        scripts = [ScriptedEngine(tensors, device=device) for _ in range(engines)]
-        router = ScriptedRouter()
-        host = ScriptedHost({f"engine-{i}": script for i, script in enumerate(scripts)}, router)
-        events = EventLog(None)
-        controller = InferenceController(
-            Config.model_validate(config | {"engine": {"max_restarts": restarts} | config.get("engine", {})}),
-            hosts={0: host},
-            events=events,
-            layout=layout or (colocated_layout(engines) if colocated else cpu_layout(engines)),
-            model_path=tmp_path,
-            run_dir=tmp_path,
-        )
-        fleet = Fleet(controller, host, router, scripts, events, [])
-        if prepare is not None:
-            prepare(fleet)
-
-        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-            try:
-                async with anyio.create_task_group() as task_group:
-                    await controller.start(task_group)
-                    task_status.started()
-            except BaseExceptionGroup as group:
-                fleet.failures += group.exceptions
-
-        async with host, anyio.create_task_group() as outer:
-            await outer.start(run)
-            try:
-                yield fleet
-            finally:
-                await controller.dispose()
-
-    return start
+    """See `fleet_of`."""
+    return partial(fleet_of, tmp_path)

@@ -25,10 +25,7 @@ PATIENT = {"health": {"interval_s": 0.1, "timeout_s": 1.0, "failures": 2}}
 
 
 def beside(name: str, engines: int) -> ServedPlacement:
-    placements = (
-        EnginePlacement(f"{name}-{i}", DRIVER_NODE, 1, (), "", colocated=False, transport="disk")
-        for i in range(engines)
-    )
+    placements = (EnginePlacement(f"{name}-{i}", DRIVER_NODE, 1, (), "", transport="disk") for i in range(engines))
     return ServedPlacement(RouterPlacement(f"router-{name}", DRIVER_NODE), tuple(placements))
 
 

@@ -260,7 +260,7 @@ async def test_a_publication_that_failed_beside_an_evaluation_is_made_up_for_bef
         play.trainer.update_weights = fail_once
         play.executor.before, play.executor.report_eval_skip = play.lose_all, skipped_report
         await play.evaluate()
-        assert play.rig.fleet.states() == ["offloaded"]
+        assert play.rig.fleet.states() == ["pending_weights"], "the GPU is theirs again"
         assert (await play.gather(0)).meta_info.weight_version == "0.0"
         assert play.rig.complaints() == []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineError, EnginesLostError
+from asyncrl.errors import EngineError, EnginesLostError, TrainerError, WeightUpdateError
 from asyncrl.run.pauses import Pauses
 from asyncrl.run.turns import Halves, Turns, make_turns
 from tests.run.jobs import Engines, Executor, Trainer
@@ -91,6 +91,17 @@ async def test_a_pause_of_engines_on_shared_gpus_ends_also_where_they_do_not_com
     with pytest.raises(EngineError):
         await shared.publish()
     assert shared.calls[-1] == "executor.engines_resumed" and shared.pauses.reasons == ()
+
+
+async def test_engines_go_on_after_a_publication_that_failed_but_not_on_memory_of_a_trainer_that_is_lost() -> None:
+    for error, comes_back in ((WeightUpdateError("refused"), ENGINES_COME_BACK), (TrainerError("rank 1 died"), [])):
+        shared = Shared()
+        await shared.trainers_turn()
+        shared.trainer._answers["update_weights"] = error
+        shared.calls.clear()
+        with pytest.raises(type(error)):
+            await shared.publish()
+        assert shared.calls == [*WEIGHTS_GO, *comes_back, "executor.engines_resumed"]
 
 
 async def test_engines_that_all_ended_in_the_trainers_turn_are_started_again_once() -> None:

@@ -211,7 +211,8 @@ class ScriptedEngine(EngineCore):
         async def take() -> str:
             self._require_session("update_weights_from_tensor")
             try:
-                self.weights.load_handles(body["serialized_named_tensors"])
+                flattened = body.get("load_format") == "flattened_bucket"
+                self.weights.load_handles(body["serialized_named_tensors"], flattened)
             except Refused:
                 await self._crash()  # the real engine does not catch this error
             return self._updated(body, "Success")

@@ -178,11 +178,28 @@ class HeldWeights:
             self.tensors = before
             raise Refused(f"Failed to update weights: {refusal}.\nRolling back to original weights.") from refusal
 
-    def load_handles(self, serialized: Sequence[str]) -> None:
-        """Loads tensors of another process on this machine: one pickled list of (name, handle) per rank."""
+    def load_handles(self, serialized: Sequence[str], flattened: bool) -> None:
+        """Loads tensors of other processes on this machine: each rank opens the handles that are meant for it.
+
+        Raises Refused where two ranks read different tensors: what one rank alone has would be torn.
+        """
         assert len(serialized) == self._ranks
-        named = pickle.load(io.BytesIO(base64.b64decode(serialized[0])))
-        self.load((name, tensor.clone()) for name, tensor in named)
+        by_rank = [_opened(pickle.load(io.BytesIO(base64.b64decode(text))), flattened) for text in serialized]
+        for named in by_rank[1:]:
+            if named.keys() != by_rank[0].keys() or not all(torch.equal(t, by_rank[0][n]) for n, t in named.items()):
+                raise Refused("the ranks of the engine read different tensors")
+        self.load(by_rank[0].items())
+
+
+def _opened(handles: Any, flattened: bool) -> dict[str, Tensor]:
+    """The tensors behind the handles of one rank, copied."""
+    if not flattened:
+        return {name: tensor.clone() for name, tensor in handles}
+    flat = handles["flattened_tensor"]
+    return {
+        place.name: flat[place.start_idx : place.end_idx].view(place.dtype).reshape(place.shape).clone()
+        for place in handles["metadata"]
+    }
 
 
 class _Group:

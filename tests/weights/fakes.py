@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
 from asyncrl.errors import TrainerError
 from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.handover import Handover, Offer, Stopped, Taken
 from asyncrl.weights.transfer import Payload, Sink, WatchedSink
 
 T = TypeVar("T")
@@ -37,6 +38,14 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items())
 
 
+class NoOtherRanks:
+    """The other ranks of a trainer of one."""
+
+    def listen(self, take: Callable[[int, Offer], None]) -> None: ...
+
+    async def tell(self, ranks: Collection[int], message: Taken | Stopped) -> None: ...
+
+
 class ThreadSource:
     """A WeightSource of one rank; `exported` counts tensors that were walked past, taken or not."""
 
@@ -48,6 +57,7 @@ class ThreadSource:
         self.before_call: Callable[[str], None] | None = None
         """Called in the trainer thread with the name of what it is called for."""
         self.thread = TrainerThread()
+        self.other_ranks = NoOtherRanks()
         self._specs = specs_of(self.tensors)
 
     @property
@@ -62,7 +72,7 @@ class ThreadSource:
 
         return await self.thread.call(run, what=what, timeout_s=timeout_s)
 
-    async def export(self, sink: Sink, timeout_s: float) -> None:
+    async def export(self, sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
         """As a `TrainGroup` does, gives up when the export has not gone on for `timeout_s`."""
         watched = WatchedSink(sink)
         job = self.thread.submit(lambda: self._walk(watched), what="export")
@@ -108,7 +118,7 @@ class Nowhere:
 def payload_of(tensors: Mapping[str, Tensor]) -> Payload:
     """One whose export needs no trainer."""
 
-    async def export(sink: Sink, timeout_s: float) -> None:
+    async def export(sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
         for name, tensor in tensors.items():
             sink.put(name, tensor)
         sink.finish()

@@ -22,6 +22,7 @@ from asyncrl.config.checks.user_code import read_named
 from asyncrl.config.nearest import did_you_mean, nearest
 from asyncrl.config.problems import Problem
 from asyncrl.config.reading.redaction import shown
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.rollout import RewardConfig
 from asyncrl.config.sections.training import TrainConfig
 
@@ -51,8 +52,41 @@ BUILTIN_REWARDS: Mapping[str, BuiltinReward] = {
 }
 
 
-BUILTIN_ALGORITHMS: Mapping[str, int] = {"grpo": 2, "sft": 1}
-"""The project's own algorithms → the fewest samples of a prompt that each can use."""
+@dataclass(frozen=True, slots=True)
+class BuiltinAlgorithm:
+    """An algorithm of the project's own."""
+
+    group_samples: int = 1
+    """The fewest samples of a prompt that it can use."""
+    settings: frozenset[str] = frozenset()
+    """Names in the section `algorithm` that it has."""
+
+
+_OF_ALL = frozenset(
+    {
+        *("aggregation", "entropy_bonus", "truncated_weight", "overlong_tokens", "overlong_penalty"),
+        *("kl", "kl_coefficient", "kl_estimator", "reference", "reference_interval", "teacher", "teacher_weight"),
+        *("old_logprobs", "correction", "correction_level", "correction_upper", "correction_lower"),
+    }
+)
+_ROLES = frozenset({"reference", "reference_interval", "teacher"})
+_CLIPPED = _OF_ALL | {"clip_low", "clip_high", "dual_clip"}
+_OF_GROUPS = BuiltinAlgorithm(2, _CLIPPED | {"normalize_advantages"})
+
+BUILTIN_ALGORITHMS: Mapping[str, BuiltinAlgorithm] = {
+    "grpo": _OF_GROUPS,
+    "dr_grpo": _OF_GROUPS,
+    "dapo": _OF_GROUPS,
+    "gspo": _OF_GROUPS,
+    "gspo_token": _OF_GROUPS,
+    "cispo": BuiltinAlgorithm(2, _OF_ALL | {"normalize_advantages", "ratio_max"}),
+    "distill": BuiltinAlgorithm(1, _CLIPPED),
+    "rloo": BuiltinAlgorithm(2, _CLIPPED),
+    "reinforce_pp": BuiltinAlgorithm(1, _CLIPPED),
+    "reinforce_pp_baseline": BuiltinAlgorithm(2, _CLIPPED),
+    "sft": BuiltinAlgorithm(),
+}
+"""The project's own algorithms."""
 
 BUILTIN_FILTERS = ("zero_variance",)
 """The project's own group filters."""
@@ -82,19 +116,46 @@ def filter_problems(filters: Sequence[str]) -> Iterator[Problem]:
             yield Problem("rollout.filters", f"there is no filter {name!r}{hint}")
 
 
-def algorithm_problems(train: TrainConfig) -> Iterator[Problem]:
-    """What is wrong with the name of the algorithm, and whether it takes arguments."""
+def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[Problem]:
+    """What is wrong with the name of the algorithm, with its arguments, and with the settings that it is given."""
     name = train.algorithm
+    # What a dry run has printed names every setting, so only another value than the default is one that was given.
+    changed = {key for key, field in type(given).model_fields.items() if getattr(given, key) != field.default}
     if ":" in name:
         yield from function_problems("train.algorithm", name)
+        for key in sorted(changed - _ROLES):
+            yield Problem(
+                f"algorithm.{key}", "is for the project's algorithms; set one of your own in [train.algorithm_args]"
+            )
     elif name not in BUILTIN_ALGORITHMS:
         known = f"; known are {', '.join(BUILTIN_ALGORITHMS)}, and any package.module:Name"
         hint = did_you_mean(nearest(name, BUILTIN_ALGORITHMS)) or known
         yield Problem("train.algorithm", f"there is no algorithm {name!r}{hint}")
-    elif train.algorithm_args:
+    else:
+        if train.algorithm_args:
+            where = f"the settings of {name} are those of [algorithm]"
+            yield Problem("train.algorithm_args", f"are for an algorithm of your own; {where}")
+        has = BUILTIN_ALGORITHMS[name].settings
+        told = ", ".join(sorted(has)) or "none"
+        for key in sorted(changed - has):
+            yield Problem(f"algorithm.{key}", f"{name} has no such setting; it has {told}")
+    for key in ("reference", "teacher"):
+        path = getattr(given, key)
+        if path is not None and not (path / "config.json").is_file():
+            yield Problem(f"algorithm.{key}", f"{path} is no Hugging Face model directory (looked in {Path.cwd()})")
+    if given.teacher is None and ":" not in name and (given.teacher_weight or name == "distill"):
+        yield Problem("algorithm.teacher", "is not set; give the directory of the model to learn from")
+    if given.correction_lower > given.correction_upper:
         yield Problem(
-            "train.algorithm_args", f"are for an algorithm of your own; the settings of {name} are those of [train]"
+            "algorithm.correction_lower",
+            f"{given.correction_lower:g} is over algorithm.correction_upper = {given.correction_upper:g}",
         )
+    if given.correction != "off" and given.old_logprobs == "engine":
+        yield Problem(
+            "algorithm.old_logprobs", "a correction compares with the trainer's log-probs; leave it out, or set trainer"
+        )
+    if given.correction == "auto" and given.old_logprobs == "trainer":
+        yield Problem("algorithm.old_logprobs", "correction = auto decides when log-probs are computed; leave it out")
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from asyncrl.config.checks.served import EVAL
-from asyncrl.config.layout import DRIVER_NODE, Device, EnginePlacement, ServedPlacement
+from asyncrl.config.layout import DRIVER_NODE, Device, EnginePlacement, ExternalEngine, ServedPlacement
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
@@ -34,10 +34,30 @@ def machine_problems(config: Config, machine: Machine) -> Iterator[Problem]:
         )
     if config.engine.device not in ("auto", machine.device):
         yield Problem("engine.device", _DEVICE_MISMATCH[machine.device])
+    if config.train.optimizer_on_host and machine.device == "cuda" and config.model.dtype == "float32":
+        yield Problem(
+            "train.optimizer_on_host",
+            "needs weights in bfloat16 on the GPU: in float32 the GPU holds the very weights that are updated; leave "
+            "model.dtype at auto, or set train.optimizer_on_host = false",
+        )
 
 
-def trained_problems(config: Config, engines: Sequence[EnginePlacement]) -> Iterator[Problem]:
+def trained_problems(
+    config: Config, engines: Sequence[EnginePlacement], external: Sequence[ExternalEngine]
+) -> Iterator[Problem]:
     """Ways of updating weights that cannot reach the trained model's engines where they are."""
+    ways_to = {engine.engine_id: engine.transport for engine in engines}
+    ways_to |= {engine.engine_id: engine.transport for engine in external}
+    by_way: dict[str, list[str]] = {}
+    for engine_id, way in ways_to.items():
+        by_way.setdefault(way, []).append(engine_id)
+    if len(by_way) > 1:
+        ways = " and ".join(f"{way} reaches {', '.join(ids)}" for way, ids in sorted(by_way.items()))
+        yield Problem(
+            "weights.transport",
+            "a publication uses one transport, but some engines share the trainer's GPUs and some do not: only "
+            f"{ways}; name in engine.gpus only GPUs of trainer ranks or only others, or set weights.transport = disk",
+        )
     apart = [e.engine_id for e in engines if e.transport == "tensor" and not e.colocated]
     if apart:
         yield Problem(

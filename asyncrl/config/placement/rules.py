@@ -5,6 +5,8 @@ Invariants
 - No engine reaches across nodes.
 - Engines share GPUs with the trainer only where the user asked for it (`engine.colocate`) or where each node has a
   single GPU. Elsewhere they get GPUs that no trainer rank uses, node by node.
+- New weights reach all engines in one way. So all of them share the trainer's GPUs or none does, unless they load from
+  disk.
 - The whole job runs on one kind of device: on GPUs when it sees any, else on CPU.
 - A layout that cannot work is refused here, before anything starts. That includes an engine on a node where the job
   cannot start processes.
@@ -37,7 +39,7 @@ from asyncrl.config.placement.limits import machine_problems, trained_problems, 
 from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.problems import InvalidConfigError, Problems
 from asyncrl.config.root import Config
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, counted
 
 HOSTED = (DRIVER_NODE,)
 """Nodes on which a job can start processes. Rank 0 starts the host of its own node; other nodes have none yet."""
@@ -57,23 +59,28 @@ def derive_layout(
     """The layout, or all the reasons why there is none. `hosted`: nodes on which processes can be started."""
     problems = Problems(machine_problems(config, machine))
     trainers = _trainers(machine)
-    training = frozenset(Gpu(t.node, t.gpu) for t in trainers if t.gpu is not None)
+    ranks = {Gpu(t.node, t.gpu): t.rank for t in trainers if t.gpu is not None}
+    training = frozenset(ranks)
     trainer_alone = config.debug.train_only
     beside = {} if trainer_alone else gpus_beside(config, machine, training, problems)
     held = frozenset(gpu for group in beside.values() for share in group for gpu in share)
     engines: tuple[EnginePlacement, ...] = ()
     if not trainer_alone and (config.engine.num_engines or not config.engine.external):
         engines = tuple(
-            _trained_engine(config, machine.gpus, f"engine-{i}", share, colocated=bool(training.intersection(share)))
+            _trained_engine(
+                config, machine.gpus, f"engine-{i}", share, tuple(ranks[gpu] for gpu in share if gpu in ranks)
+            )
             for i, share in enumerate(gpus_for_trained(config, machine, training, held, problems))
         )
-        problems += trained_problems(config, engines)
+    external = _external(config)
+    if config.debug.rollout_only:  # there is no trainer to share a GPU with
+        engines = tuple(replace(engine, trainer_ranks=(), transport="disk") for engine in engines)
+    else:
+        problems += trained_problems(config, engines, external)
     served = {name: _beside(name, group, machine, config) for name, group in beside.items()}
     problems += unhosted_problems(engines, served, hosted)
     if problems:
         return None, problems
-    if config.debug.rollout_only:  # there is no trainer to share a GPU with
-        engines = tuple(replace(engine, colocated=False, transport="disk") for engine in engines)
     used = training | held | {gpu for engine in engines for gpu in engine.devices}
     own_dtype: DType = "bfloat16" if machine.device == "cuda" else "float32"
     layout = ProcessLayout(
@@ -84,10 +91,7 @@ def derive_layout(
         engines=engines,
         unused_gpus=tuple(gpu for gpu in machine.all_gpus if gpu not in used),
         gpu_names=machine.gpus,
-        external=tuple(
-            ExternalEngine(f"external-{i}", normal_url(url), _transport(config, colocated=False))
-            for i, url in enumerate(() if trainer_alone else config.engine.external)
-        ),
+        external=external,
         beside=served,
         rewards=RewardPlacement(0 if trainer_alone else config.reward.workers, DRIVER_NODE),
         hosts=tuple(HostPlacement(node) for node in range(machine.nodes) if node in hosted),
@@ -102,7 +106,7 @@ def place_another(config: Config, layout: ProcessLayout, engine_id: str, taken: 
     `taken` are the GPUs of the engines so far. Raises EngineError where none are left.
     """
     if layout.device == "cpu":
-        return _trained_engine(config, (), engine_id, (), colocated=False)
+        return _trained_engine(config, (), engine_id, ())
     size = config.engine.tensor_parallel
     hosted = {host.node for host in layout.hosts}
     free = by_node(gpu for gpu in layout.unused_gpus if gpu not in taken)
@@ -112,9 +116,9 @@ def place_another(config: Config, layout: ProcessLayout, engine_id: str, taken: 
         if layout.colocated:
             reason = "the others share GPUs with the trainer and get weights in place"
         raise EngineError(
-            f"{engine_id} needs {size} GPU(s) of its own: {reason} (engines that were stopped keep theirs)"
+            f"{engine_id} needs {counted(size, 'GPU')} of its own: {reason} (engines that were stopped keep theirs)"
         )
-    return _trained_engine(config, layout.gpu_names, engine_id, found[0], colocated=False)
+    return _trained_engine(config, layout.gpu_names, engine_id, found[0])
 
 
 def _left(node: int, indices: Sequence[int], layout: ProcessLayout) -> str:
@@ -134,11 +138,19 @@ def _trainers(machine: Machine) -> tuple[TrainerPlacement, ...]:
     )
 
 
+def _external(config: Config) -> tuple[ExternalEngine, ...]:
+    urls = () if config.debug.train_only else config.engine.external
+    transport = _transport(config, colocated=False)
+    return tuple(ExternalEngine(f"external-{i}", normal_url(url), transport) for i, url in enumerate(urls))
+
+
 def _trained_engine(
-    config: Config, names: Sequence[str], engine_id: str, share: Share, *, colocated: bool
+    config: Config, names: Sequence[str], engine_id: str, share: Share, trainer_ranks: tuple[int, ...] = ()
 ) -> EnginePlacement:
-    transport = _transport(config, colocated=colocated)
-    return _engine(engine_id, share, names, config.engine.tensor_parallel, transport, colocated=colocated)
+    """`trainer_ranks`: those on the GPUs of `share`, in its order."""
+    transport = _transport(config, colocated=bool(trainer_ranks))
+    placed = _engine(engine_id, share, names, config.engine.tensor_parallel, transport)
+    return replace(placed, trainer_ranks=trainer_ranks)
 
 
 def _beside(name: str, group: tuple[Share, ...], machine: Machine, config: Config) -> ServedPlacement:
@@ -147,16 +159,13 @@ def _beside(name: str, group: tuple[Share, ...], machine: Machine, config: Confi
     return ServedPlacement(RouterPlacement(f"router-{name}", DRIVER_NODE), engines)
 
 
-def _engine(
-    engine_id: str, share: Share, names: Sequence[str], size: int, transport: Transport, *, colocated: bool = False
-) -> EnginePlacement:
+def _engine(engine_id: str, share: Share, names: Sequence[str], size: int, transport: Transport) -> EnginePlacement:
     return EnginePlacement(
         engine_id=engine_id,
         node=share[0].node if share else DRIVER_NODE,
         tensor_parallel=size,
         gpus=tuple(gpu.index for gpu in share),
         visible_devices=",".join(names[gpu.index] for gpu in share),
-        colocated=colocated,
         transport=transport,
     )
 

@@ -14,14 +14,12 @@ from typing import Any
 from asyncrl.config.checks.engine_args import engine_arguments
 from asyncrl.config.environment import nccl_settings, without_expandable_segments
 from asyncrl.config.layout import Device, DType, EnginePlacement
+from asyncrl.config.memory.engine import COLOCATED_MEMORY_FRACTION, CPU_MAX_TOTAL_TOKENS
 from asyncrl.config.sections.inference import EngineConfig, RouterConfig, ServingConfig
 from asyncrl.inference.engines.ports import EnginePorts
 from asyncrl.inference.sglang.cpu_platform import PLATFORM_NAME
 
-_CPU_MAX_TOTAL_TOKENS = 65536
 _CPU_MAX_RUNNING_REQUESTS = 128
-_COLOCATED_MEMORY_FRACTION = 0.6
-"""Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
 _DAY_S = 86400
 _ENGINE_KEEP_ALIVE_S = 600
 
@@ -58,12 +56,12 @@ def engine_argv(
         "sleep_on_idle": not config.server_args.get("enable_dp_attention"),
     }
     if device == "cpu":
-        arguments["max_total_tokens"] = config.max_total_tokens or _CPU_MAX_TOTAL_TOKENS
+        arguments["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
         arguments["max_running_requests"] = config.max_running_requests or _CPU_MAX_RUNNING_REQUESTS
         arguments["grammar_backend"] = "none"
     if placement.colocated:
         arguments["enable_memory_saver"] = True
-        arguments["mem_fraction_static"] = _COLOCATED_MEMORY_FRACTION
+        arguments["mem_fraction_static"] = COLOCATED_MEMORY_FRACTION
     arguments |= config.server_args
     denied = [name for name, value in config.server_args.items() if value is False and _is_negatable(name)]
     denials = ["--no-" + name.replace("_", "-") for name in denied]
@@ -104,6 +102,9 @@ def engine_environment(
         # The job's servers bind to loopback; so does the wire of its weights.
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if placement.colocated:
+        # Without it the engine keeps the memory of its CUDA graphs when it is told to release them.
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
     if threads is None:
         environment |= nccl_settings(environ, config.server_args)
         if placement.colocated:  # the memory saver refuses them

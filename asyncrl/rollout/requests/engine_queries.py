@@ -94,6 +94,11 @@ class EngineQueries:
         """Closes the connections. Idempotent."""
         await self._session.close()
 
+    @property
+    def known(self) -> int:
+        """How many engines the router named when it answered last."""
+        return len(self._engines)
+
     async def engines(self) -> tuple[str, ...]:
         """Urls of the engines that the router knows, or knew when it answered last."""
         raw = await self._call("GET", self._router_url, "/workers", headers=key_headers(await self._key()))
@@ -157,7 +162,9 @@ class EngineQueries:
         body: dict[str, Any] | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> bytes | None:
-        """The body of a good answer, else None."""
+        """The body of a good answer, else None, as after `aclose`."""
+        if self._session.closed:  # by whoever cancelled this task, which was about to run
+            return None
         data = None if body is None else msgspec.json.encode(body)
         headers = {**headers, **({} if body is None else {"Content-Type": "application/json"})}
         try:

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncrl.algorithms.algorithm import OLD_LOGPROBS
-from asyncrl.algorithms.chosen import SFT, make_algorithm
+from asyncrl.algorithms.chosen import SFT, make_algorithm, token_staleness
+from asyncrl.algorithms.off_policy import mismatch
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.saved_batch import batch_paths, save_batch
@@ -33,7 +34,14 @@ from asyncrl.training.learner.collate import check_batch, trained_sequences
 from asyncrl.training.learner.extremes import describe_extremes
 from asyncrl.training.learner.packing import StepPlan, plan_steps
 from asyncrl.training.learner.schedule import learning_rate
-from asyncrl.training.learner.step_loss import AGREEMENT, MOVED, TOKENS, StepLoss, made_by_current_weights
+from asyncrl.training.learner.step_loss import (
+    AGREEMENT,
+    MISMATCH,
+    MOVED,
+    TOKENS,
+    StepLoss,
+    made_by_current_weights,
+)
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
 
@@ -103,13 +111,18 @@ class Learner:
             decay=train.lr_decay,
             total_steps=train.num_steps,
         )
-        if self._algorithm.needs.old_logprobs:
+        compared: dict[str, float] = {}
+        if self._algorithm.needs.old_logprobs and OLD_LOGPROBS not in batch.columns:
             batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: self.logprobs(batch)})
+        if (old := batch.columns.get(OLD_LOGPROBS)) is not None and self._algorithm.needs.engine_logprobs:
+            trained = batch.loss_mask
+            compared = mismatch((old - batch.logprobs)[trained], token_staleness(batch)[trained])
         current = None
         if self._algorithm.needs.engine_logprobs:
             current = made_by_current_weights(batch, keeps_kv=self._config.weights.on_update == "in_place")
         loss = StepLoss(batch, self._algorithm, current)
-        return self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
+        metrics = self._run(loss, lr, minibatches=train.minibatches, epochs=train.batch_epochs)
+        return metrics | {f"train/{name}": value for name, value in compared.items()}
 
     def train_sft(self, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One optimizer step of cross entropy on the responses, at learning rate `lr` and temperature 1; as `train`."""
@@ -134,7 +147,7 @@ class Learner:
             batch.sequence_groups.tolist(),
             trained,
             data_parallel=self._layout.data_parallel,
-            max_tokens=self._config.train.max_tokens_per_microbatch,
+            max_tokens=self._config.train.packing_budget,
             minibatches=minibatches,
         )
 
@@ -145,7 +158,9 @@ class Learner:
         plans = self._plan(batch, trained_sequences(batch), minibatches=minibatches) * epochs
         total, norms, compared = Tally(), list[float](), dict[str, float]()
         for number, plan in enumerate(plans):
-            step_loss = loss if number == 0 else replace(loss, current=None)  # the weights have moved since
+            weights = loss.algorithm.needs.aggregation.weights(batch, plan.sequences)
+            current = loss.current if number == 0 else None  # the weights have moved since
+            step_loss = replace(loss, current=current, weights=weights)
             tally = backend.forward_backward(batch, plan.ranks[self._layout.data_parallel_rank], step_loss)
             grad_norm = backend.grad_norm()
             if math.isfinite(tally.sums["loss"]) and math.isfinite(grad_norm):
@@ -216,10 +231,13 @@ class Learner:
 
 
 def _compared(tally: Tally) -> dict[str, float]:
-    """Takes out of `tally` what was compared with the engine: mean and maximum of each figure that has tokens."""
+    """Takes out of `tally` what was compared with the engine, where it has tokens."""
     compared: dict[str, float] = {}
     for name in (AGREEMENT, MOVED):
         total, tokens, largest = tally.sums.pop(name), tally.sums.pop(name + TOKENS), tally.maxima.pop(name)
         if tokens:
             compared |= {f"{name}_mean": total / tokens, f"{name}_max": largest}
+    total, tokens = tally.sums.pop(MISMATCH), tally.sums.pop(MISMATCH + TOKENS)
+    if tokens:
+        compared[MISMATCH] = total / tokens
     return compared

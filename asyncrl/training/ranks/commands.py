@@ -1,7 +1,8 @@
 """The commands that rank 0 gives to all trainer ranks, and how a rank carries one out.
 
 A command is data. `RankState.execute` says what it does, and is the same on every rank. Rank 0 alone passes a sink for
-exported tensors and uses the returned value.
+exported tensors and uses the returned value. Where an export names other ranks that offer tensors to engines, these
+make a sink of their own.
 
 Invariant: a failure in a role other than the actor names the role.
 """
@@ -29,7 +30,10 @@ from asyncrl.training.learner.learner import Learner
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import ACTOR, Role
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.transfer import Sink
+from asyncrl.weights.handover import Desk
+from asyncrl.weights.handover import Handover as Handover  # msgspec reads the types of commands here
+from asyncrl.weights.transfer import BucketFiller, Sink
+from asyncrl.weights.transports.tensor_sink import TensorSink
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
@@ -69,10 +73,19 @@ class Logprobs(msgspec.Struct, frozen=True, tag=True):
     role: str
 
 
+class CopyWeights(msgspec.Struct, frozen=True, tag=True):
+    """Set the role's weights, of a model that is not trained, to those of another role of the same architecture."""
+
+    role: str
+    source: str
+
+
 class ExportTensors(msgspec.Struct, frozen=True, tag=True):
     """Walk through the export once, to its end."""
 
     role: str
+    handover: Handover | None = None
+    """Which ranks offer their tensors to engines on the way; None: none but rank 0 takes any."""
 
 
 class ExportHf(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +126,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 RoleCommand = Train | TrainSft | ResetOptimizer | Logprobs | ExportTensors | ExportHf | Offload | Onload
 """Commands to one role that was built before."""
 
-Command = Build | RoleCommand | SaveCheckpoint | ClearMemory | Shutdown
+Command = Build | RoleCommand | CopyWeights | SaveCheckpoint | ClearMemory | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +145,20 @@ class RankState:
 
     Args:
         report: called in another thread with what became of the rank's part of a checkpoint.
+        desk: where a rank >= 1 offers tensors to engines.
     """
 
-    def __init__(self, config: Config, layout: RankLayout, make_backend: BackendFactory, report: Report) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: RankLayout,
+        make_backend: BackendFactory,
+        report: Report,
+        desk: Desk | None = None,
+    ) -> None:
         self.layout = layout
         self._report = report
+        self._desk = desk
         self._config = config
         self._make_backend = make_backend
         self._learners: dict[str, Learner] = {}
@@ -155,10 +177,22 @@ class RankState:
                     torch.cuda.empty_cache()
             case Shutdown():
                 self._learners.clear()
+            case CopyWeights(role=role, source=source):
+                with _naming(role):
+                    self._learners[role].backend.copy_weights(self._learners[source].backend)
             case _:
                 with _naming(command.role):
-                    return _command_role(self._learners[command.role], command, batch, sink)
+                    learner = self._learners[command.role]
+                    return _command_role(learner, command, batch, sink or self._own_sink(learner, command))
         return None
+
+    def _own_sink(self, learner: Learner, command: RoleCommand) -> Sink | None:
+        """The sink of a rank >= 1 that offers its tensors to engines."""
+        handover = command.handover if isinstance(command, ExportTensors) else None
+        if handover is None or self._desk is None or self.layout.rank not in handover.ranks:
+            return None
+        filler = BucketFiller(learner.backend.tensor_specs(), handover.bucket_bytes)
+        return TensorSink(filler, handover, self.layout.rank, self._desk)
 
     def _build(self, command: Build) -> tuple[TensorSpec, ...]:
         if command.threads is not None:

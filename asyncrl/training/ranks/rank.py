@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from asyncrl.config import Config
-from asyncrl.config.machine import Machine, driver_version, gpus_problem
+from asyncrl.config.machine import Machine
 from asyncrl.errors import TrainerError
 from asyncrl.observability.logging import forwarded
 from asyncrl.training.backends import make_backend
 from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks.command_channel import CommandChannel
 from asyncrl.training.ranks.commands import RankState, Shutdown
+from asyncrl.training.ranks.device import check_device
 from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.meeting import meet
 from asyncrl.training.ranks.rank_link import Done, Failed, LinkAddress, LinkClient, describe
@@ -37,15 +38,11 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
     """Builds the default process group (NCCL and gloo with GPUs, gloo without) and the control group. Collective.
 
     It binds the CUDA device, so it must run in the thread that will train. `timeout_s` is the deadline of a command.
-
-    Raises TrainerError where torch cannot use the GPUs that the job was laid out for.
+    Raises TrainerError where torch cannot use the GPUs that the layout has.
     """
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problem = gpus_problem(len(Machine.detect().gpus), usable, cuda=torch.version.cuda, driver=driver_version())
-    if problem is not None:
-        raise TrainerError(problem)
+    check_device(Machine.detect())
     backend = "gloo"
-    if usable:
+    if torch.cuda.is_available():
         torch.cuda.set_device(environment.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     if environment.single_node:
@@ -109,7 +106,7 @@ def _serve(
     seq = 0
     try:
         channel = join_process_groups(environment, store, config.train.step_timeout_s)
-        state = RankState(config, environment.layout(config), make_backend, link.send)
+        state = RankState(config, environment.layout(config), make_backend, link.send, link.desk)
         while True:
             message = channel.receive()
             seq = message.seq

@@ -1,7 +1,8 @@
 """The rank link: a TCP connection between rank 0 and each other rank, which works when a collective does not.
 
 A rank that waits in a collective can neither be asked nor answer. So answers, tracebacks and signs of life travel over
-this connection, from a daemon thread of each rank to the event loop of rank 0.
+this connection, from a daemon thread of each rank to the event loop of rank 0; and so do the handles of tensors that
+engines read from a rank (`weights/handover.py`).
 
 Invariants
 - Rank 0 knows that a rank died as soon as the kernel closes its connection, before any collective times out. It knows
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,15 @@ import structlog
 from asyncrl.tasks import Changes
 from asyncrl.training.checkpoints.manifest import Wrote
 from asyncrl.training.ranks.trainer_thread import thread_stack
+from asyncrl.weights.handover import Desk, Offer, Stopped, Taken
 
 BEAT_S = 2.0
 SILENCE_S = 60.0
 ORPHAN_GRACE_S = 2.0
-_MAX_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 64 << 20
+"""An offer has some 100 bytes for each tensor of its bucket."""
+_TELL_S = 5.0
+"""How long a rank may take to accept a message about its tensors; one that is stopped accepts it without reading."""
 _FRAMES = 8
 _MAX_TEXT = 20_000
 """Characters of one field of a forwarded log record."""
@@ -95,8 +100,8 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The job is over; leave."""
 
 
-_FromRank = Hello | Beat | Done | Failed | Stack | Said | Wrote
-_ToRank = AskStack | End
+_FromRank = Hello | Beat | Done | Failed | Stack | Said | Wrote | Offer
+_ToRank = AskStack | End | Taken | Stopped
 _decode_from_rank = msgspec.json.Decoder(_FromRank).decode
 _decode_to_rank = msgspec.json.Decoder(_ToRank).decode
 
@@ -157,6 +162,7 @@ class LinkServer:
         self.stacks: dict[int, str] = {}
         self._on_change = on_change
         self._on_wrote = on_wrote
+        self._on_offer: Callable[[int, Offer], None] = lambda *_: None
         self._streams: dict[int, anyio.abc.SocketStream] = {}
         self._answered = Changes()
         self._ending = False
@@ -172,7 +178,7 @@ class LinkServer:
     async def ask_stacks(self, timeout_s: float) -> None:
         """Asks every rank where its main thread is, and fills `stacks` with the answers that come in time."""
         self.stacks.clear()
-        await self._tell(AskStack(), timeout_s)
+        await self._tell(AskStack(), timeout_s, self._streams)
         with anyio.move_on_after(timeout_s):
             while not self.stacks.keys() >= self._streams.keys():
                 await self._answered.wait()
@@ -180,16 +186,24 @@ class LinkServer:
     async def end(self, timeout_s: float) -> None:
         """Tells every rank to leave. From now on a closed connection is no failure."""
         self._ending = True
-        await self._tell(End(), timeout_s)
+        await self._tell(End(), timeout_s, self._streams)
+
+    def listen(self, take: Callable[[int, Offer], None]) -> None:
+        """See `asyncrl.weights.handover.OtherRanks`, which this is."""
+        self._on_offer = take
+
+    async def tell(self, ranks: Collection[int], message: Taken | Stopped) -> None:
+        """See `asyncrl.weights.handover.OtherRanks`."""
+        await self._tell(message, _TELL_S, ranks)
 
     def expect_leave(self) -> None:
         """A command has told the ranks to leave. From now on a closed connection is no failure."""
         self._ending = True
 
-    async def _tell(self, message: _ToRank, timeout_s: float) -> None:
+    async def _tell(self, message: _ToRank, timeout_s: float, ranks: Collection[int]) -> None:
         line = msgspec.json.encode(message) + b"\n"
         with anyio.move_on_after(timeout_s, shield=True):
-            for stream in list(self._streams.values()):
+            for stream in [stream for rank, stream in self._streams.items() if rank in ranks]:
                 with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                     await stream.send(line)
 
@@ -233,6 +247,9 @@ class LinkServer:
             case Wrote():
                 self._on_wrote(rank, message)
                 return
+            case Offer():
+                self._on_offer(rank, message)
+                return
             case Said(record=record):
                 fields: dict[str, Any] = dict(record)
                 level = logging.getLevelNamesMapping().get(str(fields.pop("level", "")).upper(), logging.WARNING)
@@ -256,6 +273,8 @@ class LinkClient:
     def __init__(self, address: LinkAddress, rank: int, timeout_s: float) -> None:
         self.ended = threading.Event()
         """Set when rank 0 has said that the job is over, or is gone."""
+        self.desk = Desk(self.send)
+        """Where this rank offers tensors to engines."""
         self._orderly = False
         self._main_thread = threading.current_thread()
         self._lock = threading.Lock()
@@ -294,9 +313,13 @@ class LinkClient:
     def _listen(self) -> None:
         with suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
-                if isinstance(_decode_to_rank(line), End):
-                    break
-                self.send(Stack(thread_stack(self._main_thread, _FRAMES)))
+                match _decode_to_rank(line):
+                    case End():
+                        break
+                    case AskStack():
+                        self.send(Stack(thread_stack(self._main_thread, _FRAMES)))
+                    case Taken() | Stopped() as message:
+                        self.desk.hear(message)
         self.ended.set()
         time.sleep(ORPHAN_GRACE_S)
         if not self._orderly:

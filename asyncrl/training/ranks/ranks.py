@@ -42,6 +42,7 @@ from asyncrl.training.ranks.rank import join_as_rank_zero
 from asyncrl.training.ranks.rank_link import LinkAddress, LinkServer, RankFailure, describe
 from asyncrl.training.ranks.trainer_thread import ThreadCall, TrainerThread, TrainerThreadStatistics
 from asyncrl.training.trainer_events import TrainerRankFailed
+from asyncrl.weights.handover import OtherRanks
 from asyncrl.weights.transfer import Sink
 
 T = TypeVar("T")
@@ -93,6 +94,11 @@ class Ranks:
     def unbroken(self) -> bool:
         """Whether all ranks have met and none has failed."""
         return self._channel is not None and self.failure is None and not self._link.failures
+
+    @property
+    def others(self) -> OtherRanks:
+        """The ranks that offer tensors to engines beside rank 0."""
+        return self._link
 
     def thread_statistics(self) -> TrainerThreadStatistics:
         """The trainer thread's present call and queue."""

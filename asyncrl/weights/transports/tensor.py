@@ -1,36 +1,33 @@
-"""Tensor handover: engines on the trainer's machine read a bucket from memory that they share with the trainer.
+"""Tensor handover: engines on the trainer's GPUs read each bucket from memory that they share with the trainer.
 
-On a GPU an engine opens the trainer's tensors in place (CUDA IPC). A colocated engine needs that, since NCCL refuses
-two ranks on one device. On CPU, buckets go through one shared-memory buffer.
+On a GPU an engine opens memory of the trainer's process (CUDA IPC). A colocated engine needs that, since NCCL refuses
+two ranks on one device. A process can open only memory of the GPU that it sees. So each trainer rank offers every
+bucket on its own GPU, and each tensor-parallel rank of an engine reads from the trainer rank on its GPU
+(`tensor_sink.py`; `handover.py` has the messages). On CPU the same calls go through shared memory.
 
 Invariants
-- A bucket stays untouched until every engine has answered: the trainer thread waits for that, with a deadline.
-- CPU memory is shared by file name (`file_system`). By default torch passes file descriptors with a key that only the
-  trainer's own children have, and an engine that gets such a handle crashes (measured).
-- Only handles are pickled. They are made here, and read by engines that this job started on this machine.
+- A bucket stays untouched until every engine that reads it has answered: ranks wait for that, with a deadline.
+- Each rank's handles go to one tensor-parallel rank of one engine: a handle may be opened once.
+- An engine that fails costs no other one the weights: its ranks offer nothing more, and the others go on.
+- However a transfer ends, every rank is told, and walks to the end of the export.
+- A rank that offers nothing within the timeout of a bucket, or does not end the export, ends the transfer with a
+  TrainerError that names the ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import threading
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import anyio
-import torch
-import torch.multiprocessing
-from anyio.streams.memory import MemoryObjectSendStream
-from torch import Tensor
 
 from asyncrl.data.fleet import EngineEndpoint
-from asyncrl.errors import WeightUpdateError
-from asyncrl.observability.waits import WAITS
-from asyncrl.weights.buckets import Bucket
+from asyncrl.errors import TrainerError, WeightUpdateError
+from asyncrl.observability.waits import waiting
+from asyncrl.tasks import Changes
+from asyncrl.weights.handover import Desk, Handover, Offer, OtherRanks, Stopped, Taken
 from asyncrl.weights.transfer import (
     BucketFiller,
     EngineFailure,
@@ -42,15 +39,18 @@ from asyncrl.weights.transfer import (
     on_each_engine,
     open_clients,
 )
+from asyncrl.weights.transports.tensor_sink import TensorSink
 
-_ALIGNMENT = 64
+Clients = Mapping[EngineEndpoint, WeightReceiver]
 
-_RELEASE_GRACE_S = 5.0
-"""How much longer the trainer thread waits than the calls to the engines may take."""
+
+def ranks_of(engine: EngineEndpoint) -> tuple[int, ...]:
+    """The trainer rank from which each tensor-parallel rank of the engine reads; rank 0 where they share no GPU."""
+    return engine.trainer_ranks or (0,) * engine.tensor_parallel
 
 
 class TensorTransport:
-    """See the module's docstring."""
+    """See the module's docstring. One instance serves all publications of a job."""
 
     leaves_copy = False
     copy: Path | None = None
@@ -62,7 +62,8 @@ class TensorTransport:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._flush_cache = flush_cache
-        self._sink: TensorSink | None = None
+        self._exports = 0
+        self._counter: OfferCounter | None = None
 
     async def transfer(
         self,
@@ -72,144 +73,195 @@ class TensorTransport:
         in_use: Collection[Path] = (),
     ) -> TransferResult:
         """See `Transport`; every engine reads a bucket before the trainer makes the next one."""
+        self._exports += 1
+        ranks = tuple(sorted({rank for engine in engines for rank in ranks_of(engine)}))
+        handover = Handover(self._exports, ranks, self._bucket_bytes, self._timeout_s)
         filler = BucketFiller(payload.specs, self._bucket_bytes)
-        last = len(filler.buckets) - 1
-        offers, taken = anyio.create_memory_object_stream[tuple[int, str]](1)
-        self._sink = sink = TensorSink(filler, offers, self._timeout_s)
-        failures: dict[str, EngineFailure] = {}
+        self._counter = counter = OfferCounter(handover, source.other_ranks)
+        sink = TensorSink(filler, handover, 0, counter.desk)
         raised: list[Exception] = []
+        problem: TrainerError | None = None
+        reading = _Reading(handover, counter, flush_cache=self._flush_cache)
 
         async def export() -> None:
             try:
-                await payload.export(sink, 2 * self._timeout_s + _RELEASE_GRACE_S)
+                await payload.export(sink, 2 * handover.wait_s, handover)
             except Exception as error:  # sorted below, outside the task group, which would wrap it
                 raised.append(error)
             finally:
-                offers.close()
+                counter.end()
 
         try:
             async with open_clients(self._open_engine, engines) as clients, anyio.create_task_group() as task_group:
                 task_group.start_soon(export)
-                async for index, handles in taken:
-                    left = {e: client for e, client in clients.items() if e.engine_id not in failures}
-                    failures |= await on_each_engine(
-                        left, self._read_call(handles, flush_cache=self._flush_cache and index == last)
-                    )
-                    if len(failures) == len(clients):
-                        sink.stop("every engine failed")
-                    sink.release()
+                try:
+                    await reading.read_all(clients, [sum(spec.size_bytes for spec in b) for b in filler.buckets])
+                    await counter.wait_end()
+                except TrainerError as error:  # raised below, outside the task group, which would wrap it
+                    problem = error
+                task_group.cancel_scope.cancel()
         finally:
-            sink.stop("the transfer ended")
-            taken.close()
-        for error in raised:
-            if not isinstance(error, WeightUpdateError):
-                raise error
-        source_error = None if not raised or len(failures) == len(engines) else str(raised[0])
-        return TransferResult(sink.bytes_sent, failures, source_error, touched=sink.offered)
-
-    def _read_call(
-        self, handles: str, *, flush_cache: bool
-    ) -> Callable[[WeightReceiver, EngineEndpoint], Awaitable[None]]:
-        async def read(client: WeightReceiver, engine: EngineEndpoint) -> None:
-            await client.update_from_tensor(
-                [handles] * engine.tensor_parallel,
-                flattened=False,
-                flush_cache=flush_cache,
-                timeout_s=self._timeout_s,
-            )
-
-        return read
+            await counter.stop("the transfer ended")
+        for failure in raised:
+            if not isinstance(failure, WeightUpdateError):
+                raise failure
+        if problem is not None:
+            raise problem
+        told = counter.error if raised == [] else counter.error or str(raised[0])
+        source_error = None if len(reading.failures) == len(engines) else told
+        return TransferResult(reading.bytes_read, reading.failures, source_error, touched=reading.touched)
 
     async def abandon(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Stops the export; engines wait for nothing here."""
-        if self._sink is not None:
-            self._sink.stop("the transfer was given up")
-            self._sink = None
+        """Stops the export on every rank; engines wait for nothing here."""
+        if self._counter is not None:
+            await self._counter.stop("the transfer was given up")
+            self._counter = None
 
     async def aclose(self) -> None:
         """Stops an export that still runs."""
         await self.abandon(())
 
 
-class TensorSink:
-    """Offers one bucket at a time to the event loop and waits until it is released."""
+class OfferCounter:
+    """Rank 0's end of one export, in the event loop: collects the offers of all ranks and answers them."""
 
-    def __init__(self, filler: BucketFiller, offers: MemoryObjectSendStream[tuple[int, str]], timeout_s: float) -> None:
-        self.bytes_sent = 0
-        self.offered = False
-        self._filler = filler
-        self._offers = offers
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._released = threading.Event()
-        self._stopped: str | None = None
-        self._buffer: Tensor | None = None
+    def __init__(self, handover: Handover, others: OtherRanks) -> None:
+        loop = asyncio.get_running_loop()
 
-    def stop(self, reason: str) -> None:
-        """Called in the event loop: nothing more is offered. The first reason stays."""
-        if self._stopped is None:
-            self._stopped = reason
-        self._released.set()
+        def send(offer: Offer) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(self.take, 0, offer)
 
-    def release(self) -> None:
-        """Called in the event loop: every engine is done with the offered bucket."""
-        self._released.set()
+        self.desk = Desk(send)
+        """Of rank 0 itself."""
+        self.error: str | None = None
+        """The first failure of a rank that offers, or why the export was stopped."""
+        self._handover = handover
+        self._others = others
+        self._offers: dict[int, dict[int, str]] = {}
+        """By bucket, the handles of each rank."""
+        self._ended = False
+        self._stopped = False
+        self._changes = Changes()
+        others.listen(self.take)
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor; a full bucket is offered, and waited for. Raises WeightUpdateError once stopped."""
-        full = self._filler.add(name, tensor)
-        if full is None:
+    def take(self, rank: int, offer: Offer) -> None:
+        """Takes the offer of a rank."""
+        if offer.export != self._handover.number:
             return
-        index, tensors = full
-        self._released.clear()
-        if self._stopped is not None:
-            raise WeightUpdateError(self._stopped)
-        bucket = self._filler.buckets[index]
-        shared = self._share(bucket, tensors)
-        handles = _pickle([(spec.name, value) for spec, value in zip(bucket, shared, strict=True)])
-        self.offered = True
-        self._loop.call_soon_threadsafe(self._offer, index, handles)
-        with WAITS.register("tensor handover", "engines", self._timeout_s):
-            released = self._released.wait(self._timeout_s + _RELEASE_GRACE_S)
-        if self._stopped is not None or not released:
-            raise WeightUpdateError(self._stopped or f"engines did not take a bucket within {self._timeout_s:g} s")
-        self.bytes_sent += sum(spec.size_bytes for spec in bucket)
+        if offer.error is None:
+            self._offers.setdefault(offer.bucket, {})[rank] = offer.handles
+        elif self.error is None:
+            self.error = offer.error if rank == 0 else f"trainer rank {rank}: {offer.error}"
+        self._changes.notify()
 
-    def finish(self) -> None:
-        """Raises WeightUpdateError when the export was too short."""
-        self._filler.check_complete()
-        self._buffer = None
+    def end(self) -> None:
+        """The export has ended on every rank, or its failure is known."""
+        self._ended = True
+        self._changes.notify()
 
-    def _offer(self, index: int, handles: str) -> None:
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # stopped meanwhile
-            self._offers.send_nowait((index, handles))
+    async def collect(self, bucket: int, ranks: Collection[int]) -> Mapping[int, str] | None:
+        """The handles of each of `ranks` for a bucket; None where a rank failed or the export ended, which stops it.
 
-    def _share(self, bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, in memory that another process can open."""
-        if tensors[0].is_cuda:
-            return [tensor.detach().contiguous() for tensor in tensors]
-        offsets, size = [], 0
-        for spec in bucket:
-            offsets.append(size)
-            size += -(-spec.size_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._buffer is None or self._buffer.numel() < size:
-            torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-            self._buffer = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-        shared = []
-        for spec, tensor, offset in zip(bucket, tensors, offsets, strict=True):
-            place = self._buffer[offset : offset + spec.size_bytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-            shared.append(place)
-        return shared
+        Raises TrainerError where a rank offers nothing in time.
+        """
+        try:
+            with waiting("handles of a bucket", _named(ranks), self._handover.timeout_s):
+                while self.error is None and not self._ended and self._missing(bucket, ranks):
+                    await self._changes.wait()
+        except TimeoutError:
+            raise TrainerError(
+                f"{_named(self._missing(bucket, ranks))} offered no tensors of bucket {bucket} within "
+                f"{self._handover.timeout_s:g} s: a rank hangs in the weight export"
+            ) from None
+        if not self._missing(bucket, ranks):
+            return self._offers.pop(bucket)
+        await self.stop(self.error or "the weight export ended early")
+        return None
+
+    async def release(self, bucket: int, reading: Collection[int], lost: Collection[int]) -> None:
+        """The engines have answered: ranks that are still `reading` go on, and those whose engines are lost are out."""
+        await self._tell(reading, Taken(self._handover.number, bucket))
+        await self._tell(lost, Stopped(self._handover.number))
+
+    async def stop(self, reason: str) -> None:
+        """No rank offers anything more; the first reason stays. Also in a task that is being cancelled."""
+        if not self._stopped:
+            self._stopped = True
+            self.error = self.error or (None if self._ended else reason)
+            await self._tell(self._handover.ranks, Stopped(self._handover.number, reason))
+
+    async def wait_end(self) -> None:
+        """Returns when the export has ended. Raises TrainerError where a rank does not come to its end."""
+        try:
+            with waiting("end of the weight export", "trainer ranks", self._handover.timeout_s):
+                while not self._ended:
+                    await self._changes.wait()
+        except TimeoutError as error:
+            raise TrainerError(f"{error}: a rank hangs in the weight export") from None
+
+    def _missing(self, bucket: int, ranks: Collection[int]) -> list[int]:
+        return sorted(set(ranks) - self._offers.get(bucket, {}).keys())
+
+    async def _tell(self, ranks: Collection[int], message: Taken | Stopped) -> None:
+        if 0 in ranks:
+            self.desk.hear(message)
+        others = [rank for rank in ranks if rank != 0]
+        if others:
+            await self._others.tell(others, message)
 
 
-def _pickle(named_tensors: list[tuple[str, Tensor]]) -> str:
-    """Handles in the form that SGLang's MultiprocessingSerializer reads."""
-    if named_tensors[0][1].is_cuda:
-        # Handles must name a GPU by its UUID: trainer and engine may number their visible GPUs differently.
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+class _Reading:
+    """The engines of one transfer, and how far they have read."""
 
-        monkey_patch_torch_reductions()
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(named_tensors)
-    return base64.b64encode(buffer.getvalue()).decode()
+    def __init__(self, handover: Handover, counter: OfferCounter, *, flush_cache: bool) -> None:
+        self.failures: dict[str, EngineFailure] = {}
+        self.bytes_read = 0
+        self.touched = False
+        """Some engine may have read something."""
+        self._timeout_s = handover.timeout_s
+        self._counter = counter
+        self._flush_cache = flush_cache
+
+    async def read_all(self, clients: Clients, sizes: Sequence[int]) -> None:
+        """Has the engines read one bucket after the other, of so many bytes.
+
+        Returns early when no engine is left, or the export failed. Raises TrainerError where a rank offers nothing.
+        """
+        for bucket, size in enumerate(sizes):
+            left = {engine: client for engine, client in clients.items() if engine.engine_id not in self.failures}
+            ranks = _ranks_of_all(left)
+            handles = await self._counter.collect(bucket, ranks)
+            if handles is None:
+                return
+            self.touched = True
+            flush_cache = self._flush_cache and bucket == len(sizes) - 1
+            self.failures |= await on_each_engine(left, self._read_call(handles, flush_cache=flush_cache))
+            reading = _ranks_of_all(engine for engine in left if engine.engine_id not in self.failures)
+            await self._counter.release(bucket, reading, ranks - reading)
+            if not reading:
+                return
+            self.bytes_read += size
+
+    def _read_call(
+        self, handles: Mapping[int, str], *, flush_cache: bool
+    ) -> Callable[[WeightReceiver, EngineEndpoint], Awaitable[None]]:
+        async def read(client: WeightReceiver, engine: EngineEndpoint) -> None:
+            await client.update_from_tensor(
+                [handles[rank] for rank in ranks_of(engine)],
+                flattened=True,
+                flush_cache=flush_cache,
+                timeout_s=self._timeout_s,
+            )
+
+        return read
+
+
+def _ranks_of_all(engines: Iterable[EngineEndpoint]) -> frozenset[int]:
+    return frozenset(rank for engine in engines for rank in ranks_of(engine))
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """`trainer ranks 1, 3`."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"trainer rank{'s' if len(numbers) != 1 else ''} {', '.join(numbers)}"

@@ -291,7 +291,7 @@ def test_no_engine_is_added_beside_those_that_share_the_trainers_gpus() -> None:
 
 async def test_an_engine_that_shares_the_trainers_gpus_stays(start_fleet: StartFleet) -> None:
     layout = cpu_layout(2)
-    shared = tuple(replace(placement, colocated=True) for placement in layout.engines)
+    shared = tuple(replace(placement, trainer_ranks=(0,)) for placement in layout.engines)
     async with start_fleet(2, layout=replace(layout, engines=shared)) as fleet:
         await publish(fleet, "0.0", None)
         with pytest.raises(EngineError, match="engine-0 shares its GPUs with the trainer"):

@@ -21,7 +21,7 @@ def placement(tensor_parallel: int = 1, gpus: tuple[int, ...] = (), colocated: b
         tensor_parallel=tensor_parallel,
         gpus=gpus,
         visible_devices=",".join(map(str, gpus)),
-        colocated=colocated,
+        trainer_ranks=gpus if colocated else (),
         transport="broadcast",
     )
 
@@ -74,6 +74,13 @@ def test_a_colocated_engine_can_give_memory_back_and_leaves_room_for_the_trainer
     found = flags(EngineConfig(), "cuda", placement(gpus=(0,), colocated=True))
     assert found["enable-memory-saver"] is True
     assert 0 < float(str(found["mem-fraction-static"])) < 0.8
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_an_engine_that_gives_memory_back_gives_that_of_its_graphs_too(colocated: bool) -> None:
+    shared = placement(gpus=(0,), colocated=colocated)
+    environment = engine_environment(EngineConfig(), shared, {}, threads=None, cores=(0,), scratch=None)
+    assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if colocated else None)
 
 
 def test_ports_are_those_that_were_reserved() -> None:

@@ -35,12 +35,15 @@ def trained_batch(step: int) -> RolloutBatch:
     return replace(batch, versions=versions)
 
 
-def run(path: Path, run_dir: Path, algorithm: str, scenario: Any, ranks: int, **train: Any) -> World:
+def run(
+    path: Path, run_dir: Path, algorithm: str, scenario: Any, ranks: int, section: Any = None, **train: Any
+) -> World:
     config = {
         "run": {"dir": run_dir},
         "model": {"path": path},
         "rollout": {"max_staleness": 4},
-        "train": {**TRAIN, "algorithm": f"tests.algorithms.own:{algorithm}", **train},
+        "algorithm": section or {},
+        "train": {**TRAIN, "algorithm": algorithm if section else f"tests.algorithms.own:{algorithm}", **train},
     }
     return run_world(scenario, world_size=ranks, config=config, make_backend=make_backend)
 
@@ -134,3 +137,30 @@ def test_an_algorithm_that_raises_is_named(model_directory: Any, tmp_path: Path,
     assert f"train.algorithm: tests.algorithms.own:Broken failed in {method}: ValueError: boom" in message
     assert "own.py" in message, "with the place"
     assert goes_on == (method == "columns"), "columns are made before any rank has begun"
+
+
+async def train_truncated(group: TrainGroup, events: EventLog) -> Any:
+    """Two optimizer steps on each batch; one sample was cut off."""
+    await group.init()
+    cut = torch.tensor([i == 1 for i in range(len(LENGTHS))])
+    return [await group.train(step, replace(trained_batch(step), truncated=cut)) for step in range(STEPS)]
+
+
+def test_what_belongs_to_whole_sequences_is_the_same_on_any_number_of_ranks(
+    model_directory: Any, tmp_path: Path
+) -> None:
+    path, worlds = model_directory("qwen3-tied"), []
+    section = {
+        **{"truncated_weight": 0, "entropy_bonus": 0.01, "aggregation": "group", "clip_low": 0.1, "clip_high": 0.1},
+        **{"correction": "truncate", "correction_level": "geometric", "correction_upper": 1.5, "correction_lower": 0.1},
+    }
+    for ranks, tensor_parallel in ((1, 1), (2, 1), (2, 2)):
+        settings = {"tensor_parallel": tensor_parallel, "minibatches": 2}
+        worlds.append(run(path, tmp_path / f"{len(worlds)}", "gspo", train_truncated, ranks, section, **settings).value)
+    alone = worlds[0]
+    assert all(metrics["train/truncated_out"] == 1 and metrics["train/mismatch_k3"] > 0 for metrics in alone)
+    for others in worlds[1:]:
+        for want, got in zip(alone, others, strict=True):
+            assert want.keys() == got.keys()
+            for name in want:
+                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=2e-6), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.algorithms import grpo
+from asyncrl.algorithms import policy_gradient
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.chosen import token_staleness
 from asyncrl.data.batch import RolloutBatch
@@ -25,6 +25,7 @@ from asyncrl.errors import DataError, NonFiniteError
 from asyncrl.training.learner import learner
 from asyncrl.training.learner.learner import Learner
 from asyncrl.training.learner.step_loss import made_by_current_weights
+from asyncrl.training.megatron.host_memory import apart_from
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.batches import make_batch, split_samples
 from tests.training.forked_ranks import run_ranks
@@ -181,13 +182,10 @@ def test_passes_over_a_batch_equal_as_many_steps_of_transformers_on_its_minibatc
     assert warmup["train/updates"] == 1, "a batch of the warm-up is one step, whatever becomes of rollout batches"
 
 
-@pytest.mark.parametrize(
-    "train", [{}, {"minibatches": 2, "batch_epochs": 2}], ids=["one update", "two passes of two updates"]
-)
-def test_two_ranks_and_other_cuts_give_the_curve_of_one(model_directory: Any, train: dict[str, Any]) -> None:
-    path = model_directory("qwen3-tied")
+def test_two_ranks_and_other_cuts_give_the_curve_of_one_in_two_passes_of_two_updates(model_directory: Any) -> None:
+    path, train = model_directory("qwen3-tied"), {"minibatches": 2, "batch_epochs": 2}
     [(alone, weights)] = run_ranks(train_grpo, path, train)
-    assert alone[0]["train/updates"] == train.get("minibatches", 1) * train.get("batch_epochs", 1)
+    assert alone[0]["train/updates"] == 4
     for world in (
         {"train": {**train, "max_tokens_per_microbatch": 1}},
         {"train": train, "world_size": 2},
@@ -253,7 +251,7 @@ def test_trainer_and_engine_are_compared_over_tokens_that_the_trainers_own_weigh
     assert mixed["train/logprob_diff_max"] < 1e-5
     assert mixed["train/policy_moved_mean"] == pytest.approx(1.0, abs=1e-4) == mixed["train/policy_moved_max"]
     assert "train/logprob_diff_mean" not in moved and "train/policy_moved_mean" in moved
-    assert moved.keys() | mixed.keys() <= learner.METRICS.keys() | grpo.METRICS.keys()
+    assert moved.keys() | mixed.keys() <= learner.METRICS.keys() | policy_gradient.METRICS.keys()
 
 
 def test_tokens_that_follow_kept_kv_of_older_weights_are_not_compared() -> None:
@@ -402,30 +400,70 @@ def test_a_reset_optimizer_steps_as_if_it_were_new(model_directory: Any) -> None
     assert not torch.allclose(carried[norms].abs(), torch.tensor(1e-3), rtol=0.01)
 
 
-def export_between_offloads(layout: RankLayout, path: Path, dtype: str) -> tuple[list[int], bool, float, float]:
-    """Megatron's own buffers, on a CPU that plays the device."""
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
-    torch.Tensor.pin_memory = lambda self: self.clone()  # type: ignore[assignment, method-assign]
+def train_in_turns(layout: RankLayout, path: Path, dtype: str) -> dict[str, Any]:
+    """Two turns, the first without moments, on a CPU that plays the device."""
     trainer = learner_of(layout, model={"path": path, "dtype": dtype}, train=TRAIN)
-    trainer.train_sft(batch_of(0), lr=2e-3)
-    weights, optimizer = weights_of(trainer), optimizer_of(trainer)
-    optimizer.offload(keep_weights=True)
-    held = [tensor.untyped_storage().size() for _, tensor in trainer.backend.export_tensors()]
-    same = all(torch.equal(weights[name], tensor) for name, tensor in trainer.backend.export_tensors())
-    optimizer.offload(keep_weights=False)
-    gone = max(b.param_data.untyped_storage().size() for b in optimizer.module.buffers)
-    optimizer.onload()
-    return held, same, gone, trainer.train_sft(batch_of(1), lr=2e-3)["train/loss"]
+    optimizer = optimizer_of(trainer)
+    calls: list[tuple[str, int, int]] = []
+
+    def held(tensors: Iterable[Tensor]) -> int:
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}.values())
+
+    def noted(name: str) -> Callable[[], None]:
+        """Each call with the bytes of gradients and of Adam's own state that the device holds then."""
+        gradients = [buffer.grad_data for buffer in optimizer.module.buffers]
+
+        def note() -> None:
+            own = apart_from(optimizer._state_tensors(), optimizer.module.parameters())
+            calls.append((name, held(gradients), held(own)))
+
+        return note
+
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        setattr(torch.cuda, name, noted(name))
+    facts: dict[str, Any] = {"same": [], "kept": [], "gone": [], "pinned": [], "calls": calls}
+    for step in range(2):
+        optimizer.offload(keep_weights=True)
+        weights = weights_of(trainer)
+        facts["kept"].append(held(optimizer.module.parameters()) > 0)
+        optimizer.offload(keep_weights=True)
+        optimizer.offload(keep_weights=False)
+        facts["gone"].append(held(optimizer.module.parameters()))
+        optimizer.onload()
+        optimizer.onload()
+        facts["same"].append(all(torch.equal(weights[name], t) for name, t in weights_of(trainer).items()))
+        facts["pinned"].append([block.data_ptr() for block in optimizer._host._blocks])
+        trainer.train_sft(batch_of(step), lr=2e-3)
+    facts["weights"] = weights_of(trainer)
+    return facts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_stay_exportable_until_they_are_offloaded_too(model_directory: Any, dtype: str) -> None:
+def train_without_turns(layout: RankLayout, path: Path, dtype: str) -> dict[str, Tensor]:
+    trainer = learner_of(layout, model={"path": path, "dtype": dtype}, train=TRAIN)
+    for step in range(2):
+        trainer.train_sft(batch_of(step), lr=2e-3)
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [({}, "bfloat16"), ({"world_size": 2}, "float32"), ({"world_size": 2}, "bfloat16")],
+    ids=["one rank", "DP in float32", "DP"],
+)
+def test_weights_leave_last_and_all_comes_back_as_it_was(
+    model_directory: Any, world: dict[str, int], dtype: str
+) -> None:
     path = model_directory("qwen3")
-    for held, same, gone, loss in run_ranks(export_between_offloads, path, dtype, world_size=2):
-        assert min(held) > 0 and same, "published from freed memory"
-        assert gone == 0
-        [(metrics, _)] = run_ranks(train_sft, path)
-        assert loss == pytest.approx(metrics[1]["train/loss"], rel=1e-4 if dtype == "float32" else 0.02)
+    [expected, *_] = run_ranks(train_without_turns, path, dtype, **world)
+    for facts in run_ranks(train_in_turns, path, dtype, **world):
+        assert facts["kept"] == [True, True], "published from freed memory"
+        assert facts["gone"] == [0, 0] and facts["same"] == [True, True]
+        assert facts["pinned"][0] == facts["pinned"][1], "memory is made once"
+        order = [name for name, _, _ in facts["calls"]]
+        offload = ["synchronize", "ipc_collect", "empty_cache"]
+        assert order == [*offload * 3, "synchronize", "synchronize"] * 2
+        assert all(call[1:] == (0, 0) for call in facts["calls"] if call[0] != "synchronize"), "gone before it is freed"
+        assert all(torch.equal(facts["weights"][name], tensor) for name, tensor in expected.items())
 
 
 def train_in_bfloat16(layout: RankLayout, path: Path, dtype: str) -> tuple[list[float], set[str]]:
