@@ -15,11 +15,13 @@ from functools import partial
 import anyio
 import pytest
 
+from asyncrl.errors import TrainerError
 from asyncrl.tasks import MAY_NOT_RETURN
 from tests.inference.conftest import StartFleet
 from tests.inference.transaction_rig import (
     BOUND_S,
     ENGINE_FAULTS,
+    HEALTHY_S,
     TRANSFER_S,
     Rig,
     cancel_at,
@@ -122,3 +124,27 @@ async def test_a_call_to_one_group_never_returns(
         assert report.transfer_s < TRANSFER_S + COMMITTED_WITHIN_S
         blocks.call = None
         await check_after(r, "0.1")
+
+
+async def test_an_export_that_does_not_go_on_ends_with_that_reason(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that hangs, and not an engine: in twice the time of a bucket, whatever the number of buckets."""
+    shorten_deadlines(monkeypatch)
+    go_on = threading.Event()
+
+    def hang_at_the_third(number: int) -> None:
+        if number == 3:
+            go_on.wait()
+
+    async with rig(start_fleet) as r:
+        await r.publish("0.0")
+        r.source.before_tensor = hang_at_the_third
+        began = anyio.current_time()
+        with anyio.fail_after(BOUND_S), pytest.raises(TrainerError, match="did not go on for 2 s"):
+            await r.publish("0.1")
+        hung_s = anyio.current_time() - began
+        go_on.set()
+        assert 2 * TRANSFER_S <= hung_s < 2 * TRANSFER_S + HEALTHY_S
+        assert not any(engine.paused for engine in r.fleet.engines)
+        await check_after(r, "0.1 again")
