@@ -5,8 +5,6 @@ PYTHON ?= python3.11
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.asyncrl-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-12)-$(shell pwd | sha256sum | cut -c1-12)
 
-export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
-
 install: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
@@ -65,7 +63,7 @@ test: lint
 	$(MAKE) --no-print-directory system-recovery
 
 test-long: $(STAMP)
-	$(PYTEST) -m long --timeout 7200
+	KEEP_RESULTS=1 $(PYTEST) -m long --timeout 7200
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

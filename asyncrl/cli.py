@@ -1,6 +1,7 @@
-"""Looks at runs and their engines, asks running jobs for something, fetches a model.
+"""Looks at machines, runs and their engines, asks running jobs for something, fetches a model.
 
 asyncrl new DIR                         a loop, a recipe and a reward of your own to begin with
+asyncrl doctor [@ RECIPE ...]           what this machine lacks for a job, and how to mend it
 asyncrl report RUN                      what happened in a run directory
 asyncrl samples RUN                     what the model answered, with rewards
 asyncrl stop RUN                        finish the step in progress, then leave
@@ -50,6 +51,27 @@ def new(directory: Positional[Path], *, loop: Literal["train", "train_async", "o
     loop_file, *_ = written = write_project(directory, loop)
     print("\n".join(map(str, written)))
     print(f"\ncd {directory}\npython {loop_file.name} @ recipe.toml --dry-run\npython {loop_file.name} @ recipe.toml")
+
+
+@app.command
+def doctor(
+    recipe: Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[@ RECIPE ...]")]] = (),
+    *,
+    nproc_per_node: int = 1,
+    engine: bool = True,
+) -> None:
+    """Checks driver, GPUs, packages, shared memory, limits, ports, disk and memory, and has an engine answer.
+
+    Exits with 1 where a check failed. On GPUs the first start of an engine compiles for minutes.
+
+    Args:
+        recipe: A recipe and settings as a training takes them, to check that too; they come last.
+        nproc_per_node: How many ranks torchrun will start with it.
+        engine: Start engine and router with a tiny model; --no-engine leaves that out.
+    """
+    from asyncrl.doctor.checkup import check_up
+
+    sys.exit(check_up(recipe, ranks=nproc_per_node, engine=engine))
 
 
 @app.command
@@ -214,7 +236,7 @@ def engine(
         max_running_requests=max_running_requests,
         context_length=context_length,
     )
-    run_engine(settings, port=port, host=host)
+    sys.exit(run_engine(settings, port=port, host=host))
 
 
 @app.command
@@ -252,11 +274,15 @@ def health_table(health: Health) -> str:
 
 def main() -> None:
     """Entry point of the console script."""
+    words = sys.argv[1:]
+    recipes = [index for index, word in enumerate(words) if word.startswith("@")]
+    if words[:1] == ["doctor"] and recipes:
+        words.insert(recipes[0], "--")  # what follows are settings of a recipe, and not ours
     try:
-        if sys.argv[1:2] == ["evaluate"] and len(sys.argv) > 3:  # what follows the model are settings, and not ours
-            evaluate(Path(sys.argv[2]), tuple(sys.argv[3:]))
+        if words[:1] == ["evaluate"] and len(words) > 2:  # here it is what follows the model
+            evaluate(Path(words[1]), tuple(words[2:]))
         description = __doc__.splitlines()[0] if __doc__ else None
-        app.cli(prog="asyncrl", description=description, config=(tyro.conf.FlagCreatePairsOff,))
+        app.cli(prog="asyncrl", description=description, args=words, config=(tyro.conf.FlagCreatePairsOff,))
     except AsyncRLError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

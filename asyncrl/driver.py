@@ -22,11 +22,12 @@ from pathlib import Path
 import anyio
 
 from asyncrl.config import Config
+from asyncrl.config.environment import rank_settings
 from asyncrl.config.layout import DRIVER_NODE
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.loading import load_config
 from asyncrl.data.dotted_path import resolve_dotted_path
-from asyncrl.errors import AsyncRLError, ModelError, describe_exception
+from asyncrl.errors import AsyncRLError, ModelError, RunDirectoryError, describe_exception
 from asyncrl.exit_protocol import RankZeroExit, keep_graceful_stop, prepare_rank
 from asyncrl.host import EngineHost
 from asyncrl.host.open_files import raise_open_files
@@ -60,7 +61,8 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     rank_exit = prepare_rank()
     raise_open_files()
     try:
-        loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=_would_start)
+        loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=check_start)
+        os.environ.update(rank_settings(os.environ, loaded.layout, loaded.config.engine.server_args))
         if rank_exit is not None:
             rank_exit.allow(loaded.config.run.stop_grace_s)
         code = _drive(loop, loaded) if loaded.machine.rank == 0 else _serve(loaded)
@@ -88,6 +90,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
     with ExitStack() as stack:
         keep_graceful_stop()  # before `asyncrl stop` can find the run
         run = stack.enter_context(RunDirectory.open(loaded.config, loaded.sources))
+        stack.callback(_put_former_back, run)
         config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update={"dir": run.path})})
         log = stack.enter_context(logging_to(run.path))
         stack.enter_context(dump_on_signal(sys.stderr))
@@ -115,6 +118,8 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
             raise
         finally:
             rank_exit.expect_exit(outcome.exit_code)
+            if recorder.steps or outcome.reason == FINISHED:
+                run.erase_former()
         log.flush()
         display.stop()
         if recorder.steps or outcome.reason == FINISHED:
@@ -123,6 +128,18 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
         else:
             print(outcome.reason, file=sys.stderr, flush=True)
         return outcome.exit_code
+
+
+def _put_former_back(run: RunDirectory) -> None:
+    """Where the run ends before it has trained a step, the one that it was to overwrite is there again."""
+    try:
+        failed = run.put_former_back()
+    except RunDirectoryError as error:  # how the job ended matters more
+        print(error, file=sys.stderr, flush=True)
+        return
+    if failed is not None:
+        what = "the new one ended before its first step"
+        print(f"{run.path} holds the former run again: {what}, and its files are in {failed}", file=sys.stderr)
 
 
 class Outcome:
@@ -238,8 +255,8 @@ def _build_model(config: Config) -> None:
         ) from error
 
 
-def _would_start(loaded: LoadedConfig) -> None:
-    """For a dry run: makes the checks of the start that need no data; raises AsyncRLError."""
+def check_start(loaded: LoadedConfig) -> None:
+    """Makes the checks of the start that need no data, as a dry run does; raises AsyncRLError."""
     config = loaded.config
     RunDirectory.check(config)
     if (config.model.path / "config.json").exists():

@@ -91,6 +91,11 @@ class AlgorithmError(AsyncRLError):
     """The algorithm that `train.algorithm` names raised, or returned something that cannot be trained on."""
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 engine`, `2 engines`; `plural` for a noun that takes no s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def describe_exception(error: BaseException) -> str:
     """One line: kind, message, and the place in the user's code. Raises nothing, whatever `error` is made of."""
     place = ""

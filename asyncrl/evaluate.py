@@ -1,6 +1,7 @@
 """`asyncrl evaluate MODEL @ recipe.toml`: how good a model on disk is on the held-out prompts of a recipe.
 
-Engines load the model as it is; there is no trainer. The point is told, and stands in the run directory.
+Engines load the model as it is; there is no trainer, and the prompts of training are not read. The point is told, and
+stands in the run directory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ async def evaluate(job: Job) -> None:
 def evaluate_model(model: Path, argv: Sequence[str]) -> int:
     """Runs `evaluate` on the model in directory `model`; `argv` holds recipes and settings. Returns the exit code."""
     name = model.absolute().name
-    ours = ("--model.path", str(model), "--model.builder", "none", "--debug.rollout_only", "--eval.fleet", "none")
+    ours = ["--model.path", str(model), "--model.builder", "none", "--debug.rollout_only", "--eval.fleet", "none"]
+    ours += ["--train.num_steps", "0", "--data.source", ""]
     there = ("--run.dir", f"runs/evaluate-{name}", "--run.if_exists", "new")
     return run_job(evaluate, [*ours, *there, *argv])

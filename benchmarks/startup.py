@@ -66,7 +66,12 @@ def engine_alone_s(model: Path, work: Path) -> float:
     )
     (work / "tmp").mkdir(exist_ok=True)
     environment = engine_environment(
-        placement, device=loaded.layout.device, cores=loaded.machine.cpus, scratch=work / "tmp"
+        loaded.config.engine,
+        placement,
+        os.environ,
+        threads=loaded.layout.engine_threads(placement.engine_id, overlaps=False),
+        cores=loaded.machine.cpus,
+        scratch=work / "tmp",
     )
     url = f"http://{loaded.config.run.host}:{argv[argv.index('--port') + 1]}/generate"
     ports.close()

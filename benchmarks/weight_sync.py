@@ -60,7 +60,7 @@ from asyncrl.weights.copies import KEPT, Copies
 from asyncrl.weights.publication import PublicationLimits, PublicationReport
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Payload, Sink
-from asyncrl.weights.transports import MIB
+from asyncrl.weights.transports import bucket_bytes_of
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.broadcast_sink import is_flattened
 
@@ -204,7 +204,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
         }
     )
     tensors = load_file(model / "model.safetensors")
-    bucket_bytes = config.weights.bucket_mib * MIB
+    bucket_bytes = bucket_bytes_of(config)
     trainer = ThreadTrainer(tensors)
     events = EventLog(run / "events.jsonl")
     published, writes = 0, list[float]()
@@ -276,7 +276,7 @@ async def measure(name: str, model: Path, run: Path, rounds: int) -> dict[str, A
     return {
         "model": name,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "mib": sum(tensor.nbytes for tensor in tensors.values()) / MIB,
+        "mib": sum(tensor.nbytes for tensor in tensors.values()) / (1 << 20),
         "buckets": len(plan_buckets(specs_of(tensors), bucket_bytes)),
         "cores_busy_elsewhere": elsewhere,
         "load_average": os.getloadavg()[0],

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import json
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "test_long.json"
+from tests import results
 
 settings.register_profile(
     "any machine",
@@ -60,10 +58,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Results of long tests are kept in the repository; a run of some of them changes those only."""
-    if not _long or session.config.option.markexpr != "long":
+    if not _long or not os.environ.get(results.ASKED):
         return
-    known = json.loads(RESULTS.read_text())["tests"] if RESULTS.exists() else {}
+    known = results.kept("test_long").get("tests", {})
     tests = dict(sorted((known | _long).items()))
     outcomes = [test["outcome"] for test in tests.values()]
     summary = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-    RESULTS.write_text(json.dumps({"cores": os.cpu_count(), **summary, "tests": tests}, indent=1) + "\n")
+    results.keep("test_long", {"cores": os.cpu_count(), **summary, "tests": tests})

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config import Config
+from asyncrl.run_directory import RunDirectory
 from tests.tiny_model import CONFIG
 from tests.tiny_policy import write_policy
 
@@ -56,6 +58,13 @@ def recipe(tmp_path: Path) -> Path:
         f'[run]\ndir = "{tmp_path}/run"\ndisplay = "plain"\nstop_grace_s = {GRACE_S}\n'
     )
     return path
+
+
+def a_former_run(recipe: Path) -> Path:
+    """A result of a run that lies where the recipe puts its own."""
+    with RunDirectory.open(Config.model_validate({"run": {"dir": recipe.parent / "run"}})) as run:
+        run.export.mkdir()
+    return run.export
 
 
 def run_loop(recipe: Path, loop: str, *options: str, before: str = "", **environ: str) -> Ended:
@@ -150,14 +159,19 @@ def interrupted(*args, **how):
     conclude(*args, **how)
 asyncrl.driver.conclude = interrupted
 """
-    ended = run_loop(recipe, "pass", before=before)
-    assert ended.code == 0 and "finished" in ended.text, ended.text
+    former = a_former_run(recipe)
+    ended = run_loop(recipe, "pass", "--run.if-exists", "overwrite", before=before)
+    assert ended.code == 0 and "finished" in ended.text and not former.exists(), ended.text
     assert json.loads((ended.run_dir / "summary.json").read_text())["outcome"] == "finished"
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_job_that_fails_leaves_a_summary_of_what_it_has_trained(recipe: Path, steps: int) -> None:
-    ended = run_loop(recipe, f"job.record.start(5, {steps}); {FAIL}")
+def test_a_job_that_fails_leaves_a_summary_of_what_it_has_trained_or_the_run_that_it_was_to_overwrite(
+    recipe: Path, steps: int
+) -> None:
+    former = a_former_run(recipe)
+    ended = run_loop(recipe, f"job.record.start(5, {steps}); {FAIL}", "--run.if-exists", "overwrite")
+    assert former.exists() == (steps == 0) == ("run holds the former run again" in ended.text)
     assert ended.code == 1 and ended.text.endswith("error: the loss has a cold\n"), ended.text
     summary = ended.run_dir / "summary.json"
     assert summary.exists() == bool(steps)

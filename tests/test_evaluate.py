@@ -28,9 +28,7 @@ def test_the_command_starts_a_job_without_a_trainer_on_that_model(
     Path("held-out.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     Path("export").mkdir()
     Path("export/config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-    recipe = (
-        "[model]\nbuilder = 'my:model'\n[data]\nsource = 'held-out.jsonl'\n[eval.data]\nsource = 'held-out.jsonl'\n"
-    )
+    recipe = "[model]\nbuilder = 'my:model'\n[data]\nsource = 'absent.jsonl'\n[eval.data]\nsource = 'held-out.jsonl'\n"
     Path("my.toml").write_text(recipe + "[eval.fleet]\n")
     asked: list[Any] = []
 
@@ -53,6 +51,7 @@ def test_the_command_starts_a_job_without_a_trainer_on_that_model(
         "new",
     )
     assert config.eval.samples_per_prompt == 4
+    assert config.data.source == "" and config.train.num_steps == 0
 
 
 async def test_the_point_is_told_and_one_that_is_skipped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

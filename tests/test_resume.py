@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests import resumable_job
+from tests.results import keep
 from tests.tiny_policy import write_policy
 from tests.told import Told
 
 PROMPTS, GROUPS = 12, 3
 LONGEST_S = 120.0
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kills_scripted.json"
 
 Run = Callable[[str, int, int, tuple[int, float] | None], int | None]
 
@@ -83,7 +83,7 @@ def test_a_job_that_is_killed_a_hundred_times_trains_every_group_once(run: Run, 
         "groups_rolled_back": killed.rolled_back,
         "groups_restored": killed.restored,
     }
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    keep("kills_scripted", found)
 
 
 def exactly_once(

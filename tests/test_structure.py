@@ -51,8 +51,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "debugging": BASE | {"observability", "exit_protocol", "run"} | PARTS,
     "components": BASE | {"control", "observability", "debugging", "driver", "run", "served"} | PARTS,
     "evaluate": BASE | {"components"},
+    "doctor": BASE | {"demo", "driver", "host", "observability"},
     "new": {"errors"},
-    "cli": BASE | {"control", "observability", "demo", "evaluate", "inference", "new"},
+    "cli": BASE | {"control", "doctor", "observability", "demo", "evaluate", "inference", "new"},
 }
 """Section → the sections that it may import. A section is a folder or a module directly under `asyncrl/`."""
 

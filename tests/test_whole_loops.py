@@ -253,7 +253,8 @@ async def test_an_evaluation_right_after_a_resume_asks_the_resumed_weights_and_m
     sections: Sections = {"rollout": {"max_staleness": int(entrypoint == "train_async")}, "checkpoint": {"every": 2}}
     async with live(entrypoint, sections | {"train": {"num_steps": 4}}) as killed:
         [resumed, _] = (
-            SimpleNamespace(extra=extra, path="there", step=step) for step, extra in killed.trainer.saved.items()
+            SimpleNamespace(extra=extra, path="there", step=step, other_layout="")
+            for step, extra in killed.trainer.saved.items()
         )
     before = len(events.recent)
 

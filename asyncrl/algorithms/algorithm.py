@@ -54,6 +54,9 @@ class Needs:
     """A pass before the first optimizer step of the batch, for `TokenInputs.old_logprobs`."""
     staleness: bool = False
     """`TokenInputs.staleness` is there."""
+    roles: tuple[str, ...] = ()
+    """Models that never train, "reference" or "teacher", which [algorithm] names: their log-probs of the sampled tokens
+    are columns of the batch (`role_logprobs`), for `Algorithm.columns` too."""
     aggregation: Aggregation = TOKEN_MEAN
     """How the losses of tokens add up: it makes `TokenInputs.weights`."""
 
@@ -120,6 +123,10 @@ class TokenInputs:
         """float32 [R]: log-prob under the trainer's weights before the first optimizer step of the batch."""
         return self.columns[OLD_LOGPROBS]
 
+    def role_logprobs(self, role: str) -> Tensor:
+        """float32 [R]: log-prob under the model of a role that `Needs.roles` names."""
+        return self.columns[role_logprobs(role)]
+
     @property
     def staleness(self) -> Tensor:
         """float32 [R]: rollout batches trained between the weights that made the token and those before the step; NaN
@@ -151,6 +158,11 @@ class Algorithm(Protocol):
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
         """The loss of one micro-batch, on every rank. Every token may be masked out."""
+
+
+def role_logprobs(role: str) -> str:
+    """The name of the column that holds the log-probs under the model of a role."""
+    return f"{role}_logprobs"
 
 
 def sum_where(mask: Tensor, values: Tensor) -> Tensor:

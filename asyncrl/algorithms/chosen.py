@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.algorithm import STALENESS, Algorithm, Columns, Needs, TokenInputs, TokenLoss
 from asyncrl.algorithms.cispo import Cispo
+from asyncrl.algorithms.distill import Distill
 from asyncrl.algorithms.grpo import Dapo, DrGrpo, Grpo
 from asyncrl.algorithms.gspo import Gspo, GspoToken
 from asyncrl.algorithms.off_policy import Correction
@@ -38,6 +39,7 @@ POLICY_GRADIENTS: Mapping[str, type[PolicyGradient]] = {
     "gspo": Gspo,
     "gspo_token": GspoToken,
     "cispo": Cispo,
+    "distill": Distill,
     "rloo": Rloo,
     "reinforce_pp": ReinforcePlusPlus,
     "reinforce_pp_baseline": ReinforcePlusPlusBaseline,

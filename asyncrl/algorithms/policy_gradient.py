@@ -15,8 +15,17 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import groups_without_signal
 from asyncrl.algorithms.aggregation import Aggregation, Unit
-from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss, sum_where
+from asyncrl.algorithms.algorithm import (
+    Columns,
+    Needs,
+    TokenInputs,
+    TokenLoss,
+    role_logprobs,
+    sum_where,
+)
+from asyncrl.algorithms.kl import Estimator, kl_estimate
 from asyncrl.algorithms.off_policy import NO_CORRECTION, Correction
+from asyncrl.config.sections.algorithm import REFERENCE, TEACHER
 from asyncrl.data.batch import RolloutBatch
 
 METRICS: Mapping[str, str] = {
@@ -72,6 +81,14 @@ class PolicyGradient:
     correction: Correction = NO_CORRECTION
     """For tokens of another policy (`asyncrl/algorithms/off_policy.py`)."""
 
+    kl: Literal["off", "loss", "reward"] = "off"
+    """Holds the policy close to a reference: a term of each token's loss, or taken off the reward of a sample."""
+    kl_coefficient: float = 0.001
+    kl_estimator: Estimator = "k3"
+    """As `asyncrl/algorithms/kl.py` defines them."""
+    teacher_weight: float = 0.0
+    """Added to the advantage of a token: this times the teacher's log-prob less the engine's (arXiv 2306.13649)."""
+
     group_samples: ClassVar[int] = 1
     """As `Needs.group_samples`."""
 
@@ -87,6 +104,7 @@ class PolicyGradient:
             group_samples=self.group_samples,
             entropy_gradient=self.entropy_bonus != 0,
             old_logprobs=self.recomputes,
+            roles=(REFERENCE,) * (self.kl != "off") + (TEACHER,) * (self.teacher_weight != 0),
             aggregation=Aggregation(self.aggregation, self.max_new_tokens),
         )
 
@@ -105,6 +123,10 @@ class PolicyGradient:
             penalties = self._overlong(batch)
             rewards = rewards - penalties
             metrics["overlong_penalty"] = float(penalties.mean()) if len(penalties) else 0.0
+        if self.kl == "reward":
+            penalties = self._kl_penalties(batch)
+            rewards = rewards - penalties
+            metrics["kl_penalty"] = float(penalties.mean()) if len(penalties) else 0.0
         advantages = self.advantages(rewards, batch)
         keep = None
         if self.truncated_weight == 0:
@@ -116,7 +138,12 @@ class PolicyGradient:
         if advantages.numel():
             metrics["advantage_std"] = float(advantages.std(correction=0))
             metrics["advantage_max"] = float(advantages.abs().max())
-        return Columns({"advantages": advantages[batch.token_samples]}, metrics, keep)
+        of_tokens = advantages[batch.token_samples]
+        if self.teacher_weight:
+            gain = torch.where(batch.loss_mask, batch.columns[role_logprobs(TEACHER)] - batch.logprobs, 0.0)
+            of_tokens = of_tokens + self.teacher_weight * gain
+            metrics["kl_teacher"] = -float(gain.sum()) / max(int(batch.loss_mask.sum()), 1)
+        return Columns({"advantages": of_tokens}, metrics, keep)
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
         """Reports the figures of `METRICS` that are sums or maxima over tokens."""
@@ -131,7 +158,16 @@ class PolicyGradient:
         loss = tokens.total(losses)
         if self.entropy_bonus:
             loss = loss - self.entropy_bonus * tokens.total(tokens.entropies)
+        if self.kl == "loss":
+            reference = torch.where(mask, tokens.role_logprobs(REFERENCE), 0.0)
+            logprobs = torch.where(mask, tokens.logprobs, 0.0)
+            loss = loss + self.kl_coefficient * tokens.total(
+                kl_estimate(logprobs, reference, self.kl_estimator, log_ratio)
+            )
         with torch.no_grad():
+            if self.kl != "off":
+                distance = kl_estimate(tokens.logprobs, tokens.role_logprobs(REFERENCE), "k3")
+                figures["kl_reference"] = sum_where(mask, distance)
             ratio = log_ratio.exp()
             counted = torch.where(mask, ratio, 0.0)
             sums = {
@@ -140,6 +176,13 @@ class PolicyGradient:
                 "off_policy_drift": sum_where(mask, ratio - 1.0 - log_ratio),
             }
             return TokenLoss(loss, {**sums, **figures}, {"ratio_max": counted.max()})
+
+    def _kl_penalties(self, batch: RolloutBatch) -> Tensor:
+        """float32 [samples]: the estimate when it was sampled, over all trained tokens, times the coefficient."""
+        kept = batch.loss_mask
+        estimates = kl_estimate(batch.logprobs[kept], batch.columns[role_logprobs(REFERENCE)][kept], self.kl_estimator)
+        sums = torch.zeros(batch.num_samples).index_add_(0, batch.token_samples[kept], estimates)
+        return self.kl_coefficient * sums
 
     def _overlong(self, batch: RolloutBatch) -> Tensor:
         """float32 [samples]: 0 up to `max_new_tokens - overlong_tokens` sampled tokens, then rising linearly."""

@@ -3,7 +3,7 @@
 Invariants
 - Only `Machine.detect` and `installed_gpus` look at the machine. Everything that decides is a pure function.
 - A GPU is named by its position among those that this process may use, as torch numbers them. `gpus[i]` is what
-  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job are kept.
+  CUDA_VISIBLE_DEVICES of a child process must say to get GPU i. So masks and UUIDs set for the whole job hold for it.
 - Nodes are taken to be alike: a process sees the GPUs of its own node only, and assumes the same ones on the others.
 """
 
@@ -14,6 +14,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.layout import Device, Gpu
 
@@ -29,7 +30,11 @@ class Machine:
     rank: int = 0
     """This process's own rank."""
     gpus: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES calls each visible GPU of a node: an index or a UUID."""
+    """What CUDA_VISIBLE_DEVICES of a child calls each visible GPU of a node: its index, or the name of a MIG slice."""
+    gpu_bytes: int | None = None
+    """Memory of each of them, or of the smallest; None where it is not known."""
+    host_bytes: int | None = None
+    """Memory of a node; None where it is not known."""
     cpus: tuple[int, ...] = (0,)
     """Cores that this process may run on."""
     omp_threads: int | None = None
@@ -57,12 +62,16 @@ class Machine:
         """This machine, from torchrun's environment, the NVIDIA driver and the scheduler."""
         mask = environ.get("CUDA_VISIBLE_DEVICES")
         world_size = int(environ.get("WORLD_SIZE", "1"))
+        # An empty mask is how a job says "no GPU": the driver need not be asked.
+        installed = () if mask is not None and not mask.strip() else installed_gpus()
+        gpus = visible_gpus(mask, [gpu.uuid for gpu in installed])
         return cls(
             world_size=world_size,
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
             rank=rank_of(environ),
-            # An empty mask is how a job says "no GPU": the driver need not be asked.
-            gpus=() if mask is not None and not mask.strip() else visible_gpus(mask, installed_gpus()),
+            gpus=gpus,
+            gpu_bytes=memory_of(gpus, installed),
+            host_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             cpus=tuple(sorted(os.sched_getaffinity(0))),
             omp_threads=omp_threads_of_user(environ, environment_of_agent),
             open_files=_hard_limit(),
@@ -103,8 +112,17 @@ def environment_of_agent() -> dict[str, str]:
     return {name.decode(): value.decode(errors="replace") for name, _, value in (p.partition(b"=") for p in pairs)}
 
 
-def installed_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs that the NVIDIA driver shows here, in its order; empty without a driver."""
+@dataclass(frozen=True, slots=True)
+class InstalledGpu:
+    """One GPU that the driver shows."""
+
+    uuid: str
+    memory_bytes: int
+    """0 where the driver does not tell it."""
+
+
+def installed_gpus() -> tuple[InstalledGpu, ...]:
+    """The GPUs that the NVIDIA driver shows here, in its order; empty without a driver."""
     import pynvml  # type: ignore[import-untyped]
 
     try:
@@ -113,7 +131,9 @@ def installed_gpus() -> tuple[str, ...]:
         return ()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+        return tuple(
+            InstalledGpu(str(pynvml.nvmlDeviceGetUUID(handle)), _memory_bytes(pynvml, handle)) for handle in handles
+        )
     finally:
         pynvml.nvmlShutdown()
 
@@ -123,22 +143,37 @@ def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
 
     Follows CUDA's own rules: no mask shows all; the first entry that names no GPU ends the list; a UUID may be
     abbreviated while it stays unique; an entry given twice hides everything; of MIG slices only the first counts.
+
+    A UUID becomes the driver's index, because an engine of several GPUs reads its own mask as numbers. Such an engine
+    must number GPUs as the driver does (`engine_environment`).
     """
     if mask is None:
         return tuple(str(i) for i in range(len(installed)))
     names: list[str] = []
-    seen: set[str] = set()
     for entry in (e.strip() for e in mask.split(",")):
         if entry.startswith("MIG-"):
             return (*names, entry) if installed and not names else tuple(names)
         if entry.isdigit():
-            matches = [installed[int(entry)]] if int(entry) < len(installed) else []
+            matches = [int(entry)] if int(entry) < len(installed) else []
         else:
-            matches = [uuid for uuid in installed if entry.startswith("GPU-") and uuid.startswith(entry)]
+            matches = [i for i, uuid in enumerate(installed) if entry.startswith("GPU-") and uuid.startswith(entry)]
         if len(matches) != 1:
             break
-        if matches[0] in seen:
+        name = str(matches[0])
+        if name in names:
             return ()
-        seen.add(matches[0])
-        names.append(entry)
+        names.append(name)
     return tuple(names)
+
+
+def _memory_bytes(pynvml: Any, handle: Any) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # a GPU that shares the memory of its host has none of its own
+        return 0
+
+
+def memory_of(names: Sequence[str], installed: Sequence[InstalledGpu]) -> int | None:
+    """Memory of the smallest of the GPUs that `visible_gpus` named; None without any, and for a slice of one (MIG)."""
+    sizes = [installed[int(name)].memory_bytes if name.isdigit() else 0 for name in names]
+    return min(sizes, default=0) or None

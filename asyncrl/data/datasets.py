@@ -22,7 +22,7 @@ from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt
 from asyncrl.data.sources import Progress, read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, counted
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ def load_prompts(
             dropped += 1
             if config.overlong == "error":
                 raise DataError(
-                    f"{where}: {record.place}: {length} tokens, and at most {max_prompt_tokens} leave "
+                    f"{where}: {record.place}: {counted(length, 'token')}, and at most {max_prompt_tokens} leave "
                     f'room for a response; shorten it, lower max_new_tokens, or set {where}.overlong = "drop"'
                 )
             continue
@@ -76,7 +76,9 @@ def load_prompts(
         prompts.append(Prompt(record.record_id, encoded.prompt, encoded.prompt_ids, answer, record.fields))
     if not prompts:
         reason = (
-            f"all {dropped} prompts are longer than {max_prompt_tokens} tokens" if dropped else "there are no records"
+            f"{counted(dropped, 'prompt')} over {max_prompt_tokens} tokens, and no other"
+            if dropped
+            else "there are no records"
         )
         raise DataError(f"{where}.source: {config.source} holds no usable prompt: {reason}")
     if dropped:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.datasets import PromptSet
 from asyncrl.data.sample import Prompt
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,8 @@ class PromptStream:
         """Hashes all prompts once, which takes seconds for millions of prompts. Draws bear the name of the `executor`.
 
         `max_prompt_tokens` is the limit over which prompts were left out of `prompts` (None: no limit). It only makes
-        the message of `restore` precise. Raises DataError when there are no prompts.
+        the message of `restore` precise. A stream without prompts is for a run without steps.
         """
-        if not prompts:
-            raise DataError("a prompt stream needs at least one prompt")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -77,7 +75,7 @@ class PromptStream:
     @property
     def epoch(self) -> int:
         """Epoch of the next draw."""
-        return self._ordinal // len(self._prompts)
+        return self._ordinal // max(len(self._prompts), 1)
 
     def draw(self) -> PromptDraw:
         """Takes the next prompt."""
@@ -86,7 +84,12 @@ class PromptStream:
         return drawn
 
     def at(self, ordinal: int) -> PromptDraw:
-        """Returns the draw with this number, taken or not yet taken. Does not move the stream."""
+        """Returns the draw with this number, taken or not yet taken. Does not move the stream.
+
+        Raises DataError when there are no prompts.
+        """
+        if not self._prompts:
+            raise DataError("data.source is not set, so there are no prompts to train on")
         epoch, position = divmod(ordinal, len(self._prompts))
         if epoch != self._order_epoch:
             self._order_epoch, self._order = epoch, _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
@@ -97,8 +100,8 @@ class PromptStream:
         whole = len(self._prompts) // prompts_per_step
         if whole == 0:
             raise DataError(
-                f"{len(self._prompts)} prompts do not fill one batch of rollout.prompts_per_step = {prompts_per_step}; "
-                "lower it, add data, or set train.num_steps"
+                f"{counted(len(self._prompts), 'prompt')} cannot fill one batch of rollout.prompts_per_step = "
+                f"{prompts_per_step}; lower it, add data, or set train.num_steps"
             )
         return whole
 

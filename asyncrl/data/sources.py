@@ -19,7 +19,7 @@ from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.data.fields import Record
 from asyncrl.data.file_formats import FORMATS, SUFFIXES, file_format, read_file
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError, DataError, counted
 
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # beside the records in directories from the hub
 _MOST_WITHOUT_SIZE = 1_000_000  # records of a function; one that goes on is taken for one without end
@@ -195,5 +195,5 @@ def _function(config: DataConfig, where: str) -> Iterator[Record]:
         raise
     except Exception as error:  # the user's function may raise anything
         raise DataError(
-            f"{where}: {config.source} failed after {number} records ({type(error).__name__}: {error})"
+            f"{where}: {config.source} failed after {counted(number, 'record')} ({type(error).__name__}: {error})"
         ) from error

@@ -23,7 +23,7 @@ from asyncrl.data.rendering.renderer import PromptRenderer
 from asyncrl.data.sample import Prompt, Sample, SampleGroup, Turn, VersionSpan
 from asyncrl.data.sources import Progress, read_records
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import DataError, ModelError
+from asyncrl.errors import DataError, ModelError, counted
 
 log = structlog.get_logger(__name__)
 
@@ -130,7 +130,11 @@ def load_supervised(
         prompt = Prompt(record.record_id, encoded.prompt, encoded.prompt_ids, encoded.response, record.fields)
         examples.append(SupervisedExample(prompt, encoded.response, target))
     if not examples:
-        reason = f"all {dropped} examples are over {context_length} tokens" if dropped else "there are no records"
+        reason = (
+            f"{counted(dropped, 'example')} over {context_length} tokens, and no other"
+            if dropped
+            else "there are no records"
+        )
         raise DataError(f"{where}.source: {config.source} holds no usable example: {reason}")
     if dropped:
         log.warning("over-long examples dropped", source=config.source, dropped=dropped, kept=len(examples))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.chosen import token_staleness
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import counted
 
 _TRAINING = "train/"
 
@@ -125,14 +126,16 @@ def verdict(steps: Sequence[StepComparison]) -> str:
     """The whole replay in one line of text."""
     compared = [step for step in steps if step.metrics]
     if not compared:
-        return f"{len(steps)} steps replayed; nothing was recorded that they could be compared with"
+        return f"{counted(len(steps), 'step')} replayed; nothing was recorded that they could be compared with"
     differing = [step for step in compared if step.differing]
     worst = max(
         ((d.relative, d.name, step.step) for step in compared for d in step.metrics), key=lambda found: found[0]
     )
     largest = f"largest relative difference {worst[0]:.1e}" + (f", {worst[1]} of step {worst[2]}" if worst[0] else "")
     if not differing:
-        return f"{len(compared)} steps replayed, all as recorded within {compared[0].tolerance:g} ({largest})"
+        return (
+            f"{counted(len(compared), 'step')} replayed, all as recorded within {compared[0].tolerance:g} ({largest})"
+        )
     return (
         f"{len(differing)} of {len(compared)} replayed steps differ, the first is step {differing[0].step} ({largest})"
     )

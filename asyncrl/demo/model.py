@@ -40,15 +40,18 @@ VOCABULARY = 128
 """Rows of the embedding: special tokens, characters, and unused rows up to a size that tensor parallelism divides."""
 
 
-def build(path: Path) -> None:
-    """Writes a Hugging Face model directory at `path`; replaces a directory that is already there."""
+def build(path: Path, head_dim: int = HEAD_DIM) -> None:
+    """Writes a Hugging Face model directory at `path`; replaces a directory that is already there.
+
+    With another `head_dim` it is another model, for those who want a tiny one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        for name, content in _config_files().items():
+        for name, content in _config_files(head_dim).items():
             (scratch / name).write_text(json.dumps(content, indent=2) + "\n")
         character_tokenizer().save(str(scratch / "tokenizer.json"))
-        save_file(dict(_initial_weights()), scratch / "model.safetensors", metadata={"format": "pt"})
+        save_file(dict(_initial_weights(head_dim)), scratch / "model.safetensors", metadata={"format": "pt"})
         scratch.chmod(0o755)
         if path.exists():
             shutil.rmtree(path)
@@ -67,7 +70,7 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _config_files() -> dict[str, dict[str, Any]]:
+def _config_files(head_dim: int) -> dict[str, dict[str, Any]]:
     ends = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     return {
         "config.json": {
@@ -79,7 +82,7 @@ def _config_files() -> dict[str, dict[str, Any]]:
             "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
+            "head_dim": head_dim,
             "max_position_embeddings": CONTEXT,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
@@ -105,7 +108,7 @@ def _config_files() -> dict[str, dict[str, Any]]:
     }
 
 
-def _initial_weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
+def _initial_weights(head_dim: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yields named tensors [out, in] with normal values, scaled so that activations are of order one.
 
     Matrices that write into the residual stream are scaled down with depth.
@@ -122,7 +125,7 @@ def _initial_weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
     def ones(size: int) -> NDArray[np.float32]:
         return np.ones(size, np.float32)
 
-    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    query, key = HEADS * head_dim, KV_HEADS * head_dim
     yield "model.embed_tokens.weight", matrix(VOCABULARY, HIDDEN, 1.0)
     for index in range(LAYERS):
         layer = f"model.layers.{index}"
@@ -130,8 +133,8 @@ def _initial_weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
         yield f"{layer}.self_attn.q_proj.weight", linear(query, HIDDEN)
         yield f"{layer}.self_attn.k_proj.weight", linear(key, HIDDEN)
         yield f"{layer}.self_attn.v_proj.weight", linear(key, HIDDEN)
-        yield f"{layer}.self_attn.q_norm.weight", ones(HEAD_DIM)
-        yield f"{layer}.self_attn.k_norm.weight", ones(HEAD_DIM)
+        yield f"{layer}.self_attn.q_norm.weight", ones(head_dim)
+        yield f"{layer}.self_attn.k_norm.weight", ones(head_dim)
         yield f"{layer}.self_attn.o_proj.weight", linear(HIDDEN, query, damping)
         yield f"{layer}.post_attention_layernorm.weight", ones(HIDDEN)
         yield f"{layer}.mlp.gate_proj.weight", linear(INTERMEDIATE, HIDDEN)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.host.proc import become_subreaper, die_with_parent, kill_descendants, reap, set_name
-from asyncrl.host.process import LineBuffer, ProcessSpec, encode
+from asyncrl.host.process import INHERITED, LineBuffer, ProcessSpec, encode
 from asyncrl.host.shared_memory import LOOK_S, SharedFiles
 
 KILL_TIMEOUT_S = 10.0
@@ -78,7 +78,9 @@ class _Guardian:
         self.host = os.getppid()
         self.rank_zero = _pidfd(rank_zero)
         self.main = 0
-        self.log_grows = Path(spec.log_path).is_file() or not Path(spec.log_path).exists()
+        self.log_grows = spec.log_path != INHERITED and (
+            Path(spec.log_path).is_file() or not Path(spec.log_path).exists()
+        )
         """Whether the log is a file that can grow: not /dev/null, not a terminal."""
         self.files = SharedFiles()
         self.ended: dict[int, int] = {}
@@ -107,8 +109,8 @@ class _Guardian:
     def _launch(self) -> int:
         """Starts the process; returns where in the log its own output begins."""
         guardian = os.getpid()
-        log = self._open_log()
-        log_start = os.fstat(log).st_size
+        log = None if self.spec.log_path == INHERITED else self._open_log()
+        log_start = 0 if log is None else os.fstat(log).st_size
         self._make_scratch()
         if self.spec.cpus is not None:
             try:
@@ -134,7 +136,8 @@ class _Guardian:
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise _CannotStart(f"cannot execute {self.spec.argv[0]!r}: {_reason(error)}") from error
-        os.close(log)
+        if log is not None:
+            os.close(log)
         self.main = process.pid
         process.returncode = 0  # `reap` collects it, not Popen
         return log_start

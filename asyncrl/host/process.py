@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+INHERITED = ""
+"""As a log path: the process writes where its guardian would, to the same terminal or file."""
+
 MAX_LINE_BYTES = 4 << 20
 """A longer line cannot be meant: on Linux an environment and a command line take less than 2 MiB together."""
 
@@ -21,7 +24,7 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict)
     """Added to the host's environment, which is that of rank 0 at the start of the host."""
     log_path: str = "/dev/null"
-    """stdout and stderr are appended to this file."""
+    """stdout and stderr are appended to this file; `INHERITED`: no file."""
     log_bytes: int = 64 << 20
     """When the file is larger, it becomes `log_path.1` in place of an older one, and a new file begins."""
     cpus: tuple[int, ...] | None = None

@@ -8,19 +8,23 @@ Invariants
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import anyio.to_thread
 
 from asyncrl.config import Config
-from asyncrl.config.layout import EnginePlacement, ExternalEngine, ProcessLayout, RouterPlacement
+from asyncrl.config.layout import Device, EnginePlacement, ExternalEngine, ProcessLayout, RouterPlacement
 from asyncrl.config.sections.inference import EngineConfig, ServingConfig
 from asyncrl.data.fleet import EngineEndpoint, job_name
+from asyncrl.data.model_files import weights_bytes
 from asyncrl.host import Host, HostedProcess, Hosts, ProcessSpec
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.ports import OFFSETS, EnginePorts
@@ -45,6 +49,8 @@ class ServedModel:
 
 
 _SMALL_BYTES = 100_000_000
+_LEAST_HEAD_DIM = 64
+Serving = TypeVar("Serving", EngineConfig, ServingConfig, EngineConfig | ServingConfig)
 
 
 class Builder:
@@ -133,7 +139,7 @@ class Builder:
             key=self._key,
         )
         argv = engine_argv(
-            model.config,
+            with_kernels(model.config, model.path, device),
             placement,
             ports,
             model_path=model.path,
@@ -149,7 +155,9 @@ class Builder:
             argv=(*argv, "--config", str(key_file(self._run_dir))),
             env={
                 **engine_environment(
+                    model.config,
                     placement,
+                    os.environ,
                     threads=self._layout.engine_threads(
                         placement.engine_id, overlaps=self._overlaps, small=is_small(model.path)
                     ),
@@ -192,6 +200,25 @@ class Builder:
         return self._session
 
 
+def with_kernels(config: Serving, model: Path, device: Device) -> Serving:
+    """The settings of engines that serve `model`: attention by Triton where its heads are too small for FlashInfer.
+
+    SGLang takes FlashInfer by itself on most GPUs; the demo's model has such heads. A backend that is given stays.
+    """
+    if device == "cpu" or "attention_backend" in config.server_args or _head_dim(model) >= _LEAST_HEAD_DIM:
+        return config
+    return config.model_copy(update={"server_args": {"attention_backend": "triton", **config.server_args}})
+
+
+def _head_dim(model: Path) -> float:
+    """Numbers of one attention head; infinite where config.json does not say it in the usual way."""
+    fields = json.loads((model / "config.json").read_text())
+    try:
+        return float(fields.get("head_dim") or fields["hidden_size"] / fields["num_attention_heads"])
+    except (KeyError, TypeError, ZeroDivisionError):
+        return math.inf
+
+
 def is_small(model: Path) -> bool:
     """Whether the model's weights take less than 100 MB on disk."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors")) < _SMALL_BYTES
+    return weights_bytes(model) < _SMALL_BYTES

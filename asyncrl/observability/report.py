@@ -20,7 +20,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.errors import RunDirectoryError
+from asyncrl.errors import RunDirectoryError, counted
 from asyncrl.observability.events import SCHEMA_VERSION, UNREADABLE, read_events
 from asyncrl.observability.metrics import read_metrics
 from asyncrl.observability.reward_curve import curve_text
@@ -229,7 +229,8 @@ def _headline(report: RunReport, start: float) -> str:
     faults = sum(entry.fault for entry in report.timeline)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start))
     ended = report.ended or "still running, or killed"
-    return f"{report.steps} steps in {attempts} attempt(s) since {began}, {faults} fault(s): {ended}"
+    attempted = f"{counted(report.steps, 'step')} in {counted(attempts, 'attempt')}"
+    return f"{attempted} since {began}, {counted(faults, 'fault')}: {ended}"
 
 
 def _sections(report: RunReport) -> list[tuple[str, str]]:
@@ -253,7 +254,7 @@ def _sections(report: RunReport) -> list[tuple[str, str]]:
     if split := time_durations_text(report.time_split):
         sections.append(("time", split))
     if report.unreadable or report.newer:
-        text = f"{report.unreadable} damaged lines, {report.newer} lines of a newer version"
+        text = f"{counted(report.unreadable, 'damaged line')}, {counted(report.newer, 'line')} of a newer version"
         sections.append(("event log", text))
     if report.unknown:
         sections.append(("unknown events", counts(report.unknown)))

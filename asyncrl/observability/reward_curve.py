@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.errors import counted
 from asyncrl.observability.text_plots import figure as number
 
 _BLUE, _RED, _GREY = "#2a6fbb", "#c8452f", "#8a8a8a"
@@ -62,7 +63,7 @@ def curve_text(rewards: Sequence[float], *, width: int = 80, height: int = 15, f
     count = min(9, len(steps))
     ticks = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
     figure.ruler("x").ticks(ticks, [str(t) for t in ticks])
-    figure.title(f"mean reward, moving mean of {smoothing_window(len(rewards))} steps")
+    figure.title(f"mean reward, moving mean of {counted(smoothing_window(len(rewards)), 'step')}")
     figure.label("step", "x")
     text: str = uncolorize(str(figure.build()))
     figure.clear()

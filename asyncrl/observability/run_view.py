@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.errors import counted
 from asyncrl.observability.metrics import OTHER
 from asyncrl.observability.text_plots import duration, figure, sparkline, time_bar, time_legend, time_split_text
 from asyncrl.observability.waits import Wait
@@ -81,7 +82,7 @@ class StepReport:
         """`12/16 groups` have rewards that differ. Empty if the algorithm does not compare rewards."""
         if self.groups_without_signal is None:
             return ""
-        return f"{self.groups - self.groups_without_signal}/{self.groups} groups"
+        return f"{self.groups - self.groups_without_signal}/{counted(self.groups, 'group')}"
 
     @property
     def progress(self) -> tuple[tuple[str, float], ...]:
@@ -96,7 +97,7 @@ class StepReport:
         if self.failed_samples:
             parts.append(f"{self.failed_samples} of {self.samples} samples failed")
         if self.dropped_groups:
-            parts.append(f"{self.dropped_groups} group{'s' if self.dropped_groups > 1 else ''} replaced")
+            parts.append(counted(self.dropped_groups, "group") + " replaced")
         if not parts:
             return ""
         reason = self.failure if len(self.failure) <= _SHOWN_FAILURE else self.failure[: _SHOWN_FAILURE - 1] + "…"
@@ -192,6 +193,8 @@ def idle_line(state: DisplayState, waits: tuple[Wait, ...], now: float) -> str:
 
 def engines_text(serving: int, total: int) -> str:
     """`1 of 2 engines serve`, `all 2 engines serve`."""
+    if total == 1:
+        return "the engine serves" if serving else "the engine does not serve"
     return f"all {total} engines serve" if serving >= total else f"{serving} of {total} engines serve"
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.errors import RunDirectoryError
+from asyncrl.errors import RunDirectoryError, counted
 from asyncrl.observability.reward_curve import Points, curve_text, write_curve_png
 from asyncrl.observability.run_view import HeldOut
 from asyncrl.observability.text_plots import duration, figure, labelled, time_bar, time_legend
@@ -123,11 +123,17 @@ def write_curve(summary: RunSummary, run_dir: Path) -> Path | None:
 
 def _curve_title(summary: RunSummary) -> str:
     model = summary.facts.get("model")
-    return f"Reward over {summary.steps} steps" + (f" of {Path(str(model)).name}" if model else "")
+    return f"Reward over {counted(summary.steps, 'step')}" + (f" of {Path(str(model)).name}" if model else "")
 
 
-def _change(*values: float | None) -> Text:
-    return Text(" → ".join("not evaluated" if v is None else figure(v) for v in values), style="bold")
+def _held_out(summary: RunSummary, value: Callable[[HeldOut], float | None]) -> Text:
+    """`0.410 → 0.950`, or the only point, with its step where training went on after it."""
+    step, first = summary.evaluations[0]
+    points = [first] if summary.after is None else [first, summary.after]
+    text = " → ".join("not evaluated" if (v := value(point)) is None else figure(v) for point in points)
+    if summary.after is None and step < summary.steps:
+        text += f" after step {step}" if step else " before training"
+    return Text(text, style="bold")
 
 
 def _steps(summary: RunSummary) -> str:
@@ -139,12 +145,10 @@ def print_summary(summary: RunSummary, stream: TextIO, files: tuple[Path, ...] =
     """Prints the summary: a table that ends with the paths of `files`, and the reward curve in characters."""
     console = Console(file=stream, highlight=False, soft_wrap=True)
     width = min(console.width, 100)
-    points = (summary.before, summary.after)
-    accuracies, rewards = [p.accuracy if p else None for p in points], [p.reward if p else None for p in points]
     rows = [
         ("outcome", Text(summary.outcome)),
-        *([("accuracy", _change(*accuracies))] if summary.evaluations else []),
-        *([("held-out reward", _change(*rewards))] if summary.tells_rewards else []),
+        *([("accuracy", _held_out(summary, lambda point: point.accuracy))] if summary.evaluations else []),
+        *([("held-out reward", _held_out(summary, lambda point: point.reward))] if summary.tells_rewards else []),
         ("steps", Text(_steps(summary))),
     ]
     if any(summary.time_split.values()):

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from asyncrl.errors import counted
+
 _QUEUE_LINES = 10_000
 
 
@@ -62,7 +64,7 @@ class TerminalWriter:
                 continue
             dropped, self._dropped = self._dropped, 0
             if dropped:
-                item += f"... {dropped} lines dropped: the terminal was too slow\n"
+                item += f"... {counted(dropped, 'line')} dropped: the terminal was too slow\n"
             self._emit(item)
 
     def _emit(self, text: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.errors import counted
 from asyncrl.observability.text_plots import figure, time_durations_text
 
 Record = Mapping[str, Any]
@@ -34,14 +35,29 @@ class TimelineEntry:
 
 
 class _Missing:
-    """Stands for a field that an event lacks; reads `?` in every format."""
+    """Stands for a field that an event lacks; reads `?` in every format, and `? engines` where the format is a noun."""
 
-    def __format__(self, _spec: str) -> str:
-        return "?"
+    def __format__(self, spec: str) -> str:
+        return f"? {spec}s" if _is_noun(spec) else "?"
+
+
+class _Count(int):
+    """A number of things: with a noun as its format it reads `1 engine` or `2 engines`."""
+
+    def __format__(self, spec: str) -> str:
+        return counted(self, spec) if _is_noun(spec) else super().__format__(spec)
+
+
+def _is_noun(spec: str) -> bool:
+    return len(spec) > 1 and spec.replace(" ", "").isalpha()
 
 
 class _Fields(dict[str, Any]):
-    """Fields of an event, for `str.format_map`."""
+    """Fields of an event, for `str.format_map`; numbers take a noun as their format: `{engines:engine}`."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        return _Count(value) if type(value) is int else value
 
     def __missing__(self, key: str) -> _Missing:
         return _Missing()
@@ -71,13 +87,20 @@ def _engine_state(event: Record) -> str:
 
 def _fleet_ready(event: Record) -> str:
     model = event.get("model", "actor")
-    engines = "engines" if model == "actor" else f"engines of {model}"
-    return f"{event.get('engines', '?')} {engines} ready after " + "{seconds:.1f} s".format_map(_Fields(event))
+    of = "" if model == "actor" else f" of {model}"
+    return (
+        "{engines:engine}".format_map(_Fields(event)) + of + " ready after {seconds:.1f} s".format_map(_Fields(event))
+    )
 
 
 def _engine_stopped(event: Record) -> str:
     left = "" if event.get("drained", True) else "; its remaining requests were given up"
     return "stopped on request after {seconds:.1f} s".format_map(_Fields(event)) + left
+
+
+def _resumed(event: Record) -> str:
+    layouts = f", in another layout: {event['other_layout']}" if event.get("other_layout") else ""
+    return "resumes from step {step}: {path}".format_map(_Fields(event)) + layouts
 
 
 def _transfer_failed(event: Record) -> str:
@@ -92,7 +115,7 @@ def _evaluated(event: Record) -> str:
     told = "accuracy {accuracy:.3f}".format_map(_Fields(event))
     if (reward := event.get("mean_reward")) is not None and reward != event.get("accuracy"):
         told += f", mean reward {figure(reward)}"
-    told += " on {num_samples} samples".format_map(_Fields(event))
+    told += " on {num_samples:sample}".format_map(_Fields(event))
     versions = names(event.get("versions"))
     return told + (f", of weights {', '.join(versions)}" if versions else "")
 
@@ -141,28 +164,30 @@ class Wording:
 
 
 TIMELINE: Mapping[str, Wording] = {
-    "job_started": Wording("driver", "attempt {attempt} began: pid {pid}, {ranks} trainer ranks"),
+    "job_started": Wording("driver", "attempt {attempt} began: pid {pid}, {ranks:trainer rank}"),
     "job_ended": Wording("driver", "ended with exit code {exit_code}: {reason}"),
     "loop_started": Wording("driver", _loop_started),
     "fault_seen": Wording("{component}", "{what}", fault=True),
-    "events_lost": Wording("event log", "{count} events before this one were lost", fault=True),
+    "events_lost": Wording("event log", "{count:event} lost before this one", fault=True),
     "checkpoint_written": Wording("driver", "step {step} written to {path} in {seconds:.1f} s"),
     "fleet_ready": Wording("controller", _fleet_ready),
     "engine_state": Wording("{engine}", _engine_state),
     "engine_exited": Wording("{engine}", "process {pid} exited unexpectedly with {returncode}", fault=True),
     "process_restarting": Wording("{name}", "restart {restarts} follows in {delay_s:.1f} s: {reason}", fault=True),
-    "process_given_up": Wording("{name}", "given up after {restarts} restarts: {reason}", fault=True),
+    "process_given_up": Wording("{name}", "given up after {restarts:restart}: {reason}", fault=True),
     "engine_caught_up": Wording("{engine}", "caught up with weights {version} in {seconds:.1f} s and serves"),
-    "eval_fleet_pinned": Wording("evaluation", "{engines} engines hold weights {version} after {seconds:.1f} s"),
+    "eval_fleet_pinned": Wording("evaluation", "weights {version} on {engines:engine} after {seconds:.1f} s"),
     "engine_stopped": Wording("{engine}", _engine_stopped),
-    "router_restarted": Wording("{router}", "answers again after {seconds:.1f} s and knows {engines} engines"),
+    "router_restarted": Wording("{router}", "answers again after {seconds:.1f} s and knows {engines:engine}"),
     "weight_update_aborted": Wording("weights", "update to {version} given up: {reason}", fault=True),
     "weight_transfer_failed": Wording("weights", _transfer_failed, fault=True),
     "weight_update_failed": Wording("weights", "update to {version} failed: {reason}", fault=True),
     "evaluated": Wording("evaluation", _evaluated),
-    "trainer_ready": Wording("trainer", "{ranks} ranks ready after {seconds:.1f} s: {tensors} tensors, {bytes} bytes"),
-    "trainer_resumed": Wording("trainer", "resumes from step {step}: {path}"),
-    "groups_rolled_back": Wording("rollouts", lambda e: f"{len(names(e.get('group_ids')))} ended groups rolled back"),
+    "trainer_ready": Wording("trainer", "{ranks:rank} ready after {seconds:.1f} s: {tensors:tensor}, {bytes:byte}"),
+    "trainer_resumed": Wording("trainer", _resumed),
+    "groups_rolled_back": Wording(
+        "rollouts", lambda e: counted(len(names(e.get("group_ids"))), "ended group") + " rolled back"
+    ),
     "trainer_rank_failed": Wording("rank {rank}", "failed in {command}: {reason}", fault=True),
     "host_started": Wording("host", "started: pid {pid}"),
     "host_ended": Wording("host", _host_ended),

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config import Config
 from asyncrl.config.checks.external import normal_url
+from asyncrl.config.concurrency import concurrency_of, planned_engines
 from asyncrl.data.fleet import job_name
 from asyncrl.data.tokenizer import PolicyTokenizer
+from asyncrl.host.open_files import raise_open_files
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import WAITS
 from asyncrl.rollout.generation.concurrency import ConcurrencyPolicy, LoadMeter, look
@@ -57,7 +60,6 @@ class Connection:
         aborted = frozenset({RequestFault.ABORTED} if self._on_update == "abort" else ())
         options = RequestOptions(
             vocab_size=tokenizer.vocab_size,
-            concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             retry=RetryPolicy(rollout.request_retries, self._patience_s, waited_out=WAITED_OUT | aborted),
             sticky=config.router.sticky,
@@ -67,14 +69,15 @@ class Connection:
             owner=job_name(config.run.dir),
         )
         self.client = GenerateClient(router_url, options, observer=self, clock=self.clock)
-        self.slots = Slots(rollout.concurrency)
+        self._most = partial(concurrency_of, config, open_files=raise_open_files())
+        self.slots = Slots(self._most(planned_engines(config)))
         self.generator = GroupGenerator(self.client, scorer, self.slots, vocab_size=tokenizer.vocab_size)
         self.scorer = scorer
         self.loads = LoadMeter()
         self._policy: ConcurrencyPolicy | None = None
         if rollout.adaptive_concurrency:
-            least = min(rollout.samples_per_prompt, rollout.concurrency)
-            self._policy = ConcurrencyPolicy(least=least, most=rollout.concurrency)
+            least = min(rollout.samples_per_prompt, self.slots.limit)
+            self._policy = ConcurrencyPolicy(least=least, most=self.slots.limit)
         self._looking = anyio.CancelScope()
 
     def start(self, task_group: TaskGroup) -> None:
@@ -132,7 +135,10 @@ class Connection:
 
     async def _look(self) -> None:
         with self._looking:
-            await look(self._queries, self.clock, self.loads, self.slots, self._policy, on_lowered=self._events.emit)
+            told = self._events.emit
+            await look(
+                self._queries, self.clock, self.loads, self.slots, self._policy, most=self._most, on_lowered=told
+            )
 
 
 class Connections:

@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl.config.sections.run import EvalConfig
 from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
 from asyncrl.data.sample import Prompt, SampleGroup
-from asyncrl.errors import AsyncRLError, EngineError, RolloutError
+from asyncrl.errors import AsyncRLError, EngineError, RolloutError, counted
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.samples.log import SampleLog
 from asyncrl.observability.waits import waiting
@@ -165,7 +165,7 @@ class Evaluator:
             with waiting("evaluation", f"{len(prompts)} prompts at rollout {rollout_id}", config.timeout_s):
                 groups = await run_all(*(partial(sampled, index) for index in range(len(prompts))))
         except (RolloutError, TimeoutError) as error:  # the connection was closed, or it took too long
-            reason = f"{error}; {done} prompts were done"
+            reason = f"{error}; {counted(done, 'prompt')} done"
             return skipped_report(rollout_id, reason, num_prompts=len(prompts), seconds=time.monotonic() - began)
         seconds = time.monotonic() - began
         await in_thread(lambda: self._samples.keep_evaluation(rollout_id, groups))

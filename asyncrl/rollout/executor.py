@@ -166,7 +166,8 @@ class RolloutExecutor:
         scorer = Scorer(reward, wanted, host=self._host, log_dir=self._log_dir, name=self.name)
         self._to_close.push_async_callback(scorer.aclose)
         await scorer.start(task_group)
-        prompts = await self._load(config.data, self._sampling, "data")
+        trains = config.data.source or config.train.num_steps != 0
+        prompts = await self._load(config.data, self._sampling, "data") if trains else PromptSet((), 0, 0)
         eval_prompts: PromptSet | None = None
         if held_out is not None:
             eval_prompts = await self._load(held_out, self._eval_sampling, "eval.data")
@@ -191,7 +192,7 @@ class RolloutExecutor:
                 wanted.function, rollout.prompts_per_step * rollout.samples_per_prompt, wanted.max_failure_fraction
             ),
             ledger=self._ledger,
-            waiting=max(2, rollout.concurrency // rollout.samples_per_prompt),
+            waiting=max(2, engines.slots.limit // rollout.samples_per_prompt),
         )
         await task_group.start(production.serve, name="groups")
         self._to_close.push_async_callback(production.aclose)

@@ -44,7 +44,7 @@ class RolloutMetrics:
     aborted_requests: int
     """Requests that were ended in their engines on the way to this batch, as no sample needed them any more."""
     concurrency: int
-    """Most requests in flight as of the delivery: rollout.concurrency, or less where it adapts."""
+    """Most requests in flight as of the delivery: what rollout.concurrency says, or less where it adapts."""
     reward_mean: float
     """Mean reward of the samples."""
     reward_std: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config import Config
 from asyncrl.data.tokenizer import PolicyTokenizer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, counted
 from asyncrl.rollout.requests.wire import SamplingParams
 
 _ENGINE_RESERVE = 7  # SGLang takes prompts of at most context - 7 tokens, however short the response
@@ -56,7 +56,7 @@ def longest_prompt(config: Config, tokenizer: PolicyTokenizer, sampling: Samplin
     longest = limit - max(sampling.max_new_tokens, _ENGINE_RESERVE)
     if longest < 1:
         raise ConfigError(
-            f"responses of {sampling.max_new_tokens} tokens leave no room for a prompt in a context of {limit}; "
-            "lower rollout.max_new_tokens (or eval.max_new_tokens)"
+            f"responses of {counted(sampling.max_new_tokens, 'token')} leave no room for a prompt in a context of "
+            f"{limit}; lower rollout.max_new_tokens (or eval.max_new_tokens)"
         )
     return longest

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, counted
 from asyncrl.observability.events import FaultSeen, read_events
 from asyncrl.rollout.group_events import GroupsRolledBack
 from asyncrl.rollout.scheduling.ledger import rolled_back
@@ -52,8 +52,10 @@ class Checkpoints:
         """
         self._first = first
         await self._go_on(self._executors[0])
-        if self._trainer.resumed is not None:
-            self._job.record.note(f"resumed from {self._trainer.resumed.path}")
+        resumed = self._trainer.resumed
+        if resumed is not None:
+            layouts = f", in another layout: {resumed.other_layout}" if resumed.other_layout else ""
+            self._job.record.note(f"resumed from {resumed.path}{layouts}")
         elif self._job.directory.attempt > 0:
             kept = await anyio.to_thread.run_sync(self._job.directory.set_results_aside)
             aside = f"; what the attempt before left is kept in {', '.join(path.name for path in kept)}" if kept else ""
@@ -164,7 +166,7 @@ class Checkpoints:
         """The job ends after `step` steps, and no checkpoint is kept."""
         lost = step - self._begun()
         if lost > 0 and not self._job.config.debug.rollout_only:
-            steps = f"{lost} steps" if lost > 1 else "step"
+            steps = counted(lost, "step") if lost > 1 else "step"
             self._job.record.note(
                 f"no checkpoint was written, as checkpoint.every is 0: no job can go on after the {steps} of this "
                 f"attempt; set it, or end a job with asyncrl stop {self._job.directory.path}, which exports the policy"

@@ -36,7 +36,7 @@ import anyio.to_thread
 from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.data.staleness import overlaps
-from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.errors import ConfigError, NonFiniteError, counted
 from asyncrl.observability.events import CheckpointWritten
 from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.run.checkpoints import Checkpoints
@@ -218,10 +218,14 @@ class Run:
         return metrics
 
     async def commit(self, step: int) -> None:
-        """Tells the executor that the batch of `step` is trained; its groups have ended."""
+        """Tells the executor that the batch of `step` is trained; its groups have ended.
+
+        A run that this one overwrites is erased with the first step.
+        """
         with self.job.record.phase("train"):
             await self.executor.commit(step, self._trainer_name)
         self._trained = step + 1
+        await anyio.to_thread.run_sync(self.job.directory.erase_former)
 
     async def checkpoint(self, step: int) -> None:
         """Saves the run after `step` where `checkpoint.every` says so, and after the last step. Call it after `commit`.
@@ -251,13 +255,21 @@ class Run:
     async def finish(self) -> None:
         """Ends the loop: last checkpoint, last publication, evaluation at the end and export, where they are due.
 
-        After a loop that ended early too; not after one that failed. Raises NonFiniteError where every optimizer step
-        was skipped: nothing was trained, so nothing is exported.
+        After a loop that ended early too; not after one that failed. Where one of them fails, the evaluation under way
+        still gives its point. Raises NonFiniteError where every optimizer step was skipped: nothing was trained, so
+        nothing is exported.
         """
-        config = self.job.config
         if self.job.stop.requested and not self._trained:
             self.job.record.note("stopped before the first step: nothing was trained, so nothing is exported")
             return
+        try:
+            await self._save_results()
+        finally:
+            with self.job.record.phase("eval"):
+                await self._evaluations.finish()
+
+    async def _save_results(self) -> None:
+        config = self.job.config
         if self._skipped and not self._updates:
             raise NonFiniteError(
                 f"all {self._skipped} optimizer steps were skipped, as loss or gradient were not finite "
@@ -270,8 +282,6 @@ class Run:
             await self.evaluate(self._trained, last=True)
         if config.run.export:
             await self.export()
-        with self.job.record.phase("eval"):
-            await self._evaluations.finish()
 
     async def export(self) -> None:
         """Writes the policy as a Hugging Face directory into the run directory; without a trainer there is none."""
@@ -308,9 +318,9 @@ def planned_steps(config: TrainConfig, num_rollout_per_epoch: int | None) -> int
         return config.num_steps
     if not num_rollout_per_epoch:
         raise ConfigError(
-            f"train.num_steps: it is none, so the run takes {config.num_epochs} pass(es) over the data "
-            f"(train.num_epochs), but RolloutComponents.num_rollout_per_epoch is {num_rollout_per_epoch}: nothing says "
-            "how many batches a pass has; set train.num_steps, or build the components with the number that "
-            "executor.get_num_rollout_per_epoch() returns"
+            f"train.num_steps: it is none, so the run takes {counted(config.num_epochs, 'pass', 'passes')} over the "
+            "data (train.num_epochs), but RolloutComponents.num_rollout_per_epoch is "
+            f"{num_rollout_per_epoch}: nothing says how many batches a pass has; set train.num_steps, or build the "
+            "components with the number that executor.get_num_rollout_per_epoch() returns"
         )
     return config.num_epochs * num_rollout_per_epoch

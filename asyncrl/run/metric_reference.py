@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
 
-from asyncrl.algorithms import off_policy, policy_gradient
+from asyncrl.algorithms import kl, off_policy, policy_gradient
 from asyncrl.observability.metrics import PHASES
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.rollout.metrics import RolloutMetrics
@@ -73,6 +73,7 @@ def explanations() -> dict[str, str]:
         "rollout/reward/<part>_mean": rollout["reward_parts"],
         **learner.METRICS,
         **policy_gradient.METRICS,
+        **kl.METRICS,
         **off_policy.METRICS,
         **publication.METRICS,
         "time/step_s": "Seconds of the whole step, from the end of the step before.",

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import RunDirectoryError
-
-MARKER = ".asyncrl-run.json"
-"""File by which a directory is known as ours; it tells the attempt that had the directory last."""
-LOCK = ".lock"
-"""File that carries the lock, and tells the process that holds it."""
-CONTROL = "control.sock"
-"""Socket on which the running job takes commands."""
+from asyncrl.run_directory.former import put_back, set_aside
+from asyncrl.run_directory.names import CONTROL, ERASED, FORMER, LOCK, MARKER, MOVING
 
 IfExists = Literal["error", "new", "overwrite", "resume"]
 """What `run.if_exists` may say about a directory that holds a run."""
@@ -29,7 +24,7 @@ step or an evaluation, an export). `foreign`: files of others."""
 _BEFORE_THE_FIRST_STEP = frozenset(
     {
         *(MARKER, LOCK, CONTROL, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"),
-        *("samples.jsonl", "samples.1.jsonl", "trackers"),
+        *("samples.jsonl", "samples.1.jsonl", "trackers", ERASED),
     }
 )
 """What the directory of a `begun` run may hold; its metrics.jsonl is empty."""
@@ -42,18 +37,25 @@ class _InUseError(RunDirectoryError):
 def claim(path: Path, policy: IfExists) -> tuple[Path, int]:
     """Takes a directory for a new job; returns its path and the descriptor that holds its lock.
 
-    The directory then holds nothing of an earlier run, except of one that is resumed. With policy `new` it may be
-    another one than `path`. Raises RunDirectoryError when the directory cannot be taken.
+    The directory then holds nothing of an earlier run, except of one that is resumed, or that is overwritten and thus
+    set aside. With policy `new` it may be another one than `path`. Raises RunDirectoryError when the directory cannot
+    be taken.
     """
     if policy == "new":
         return next((name, lock) for name in numbered(path) if (lock := _lock_if_free(name)) is not None)
     refuse(path, state_of(path), policy)
     lock = take_lock(path)
     try:
+        put_back(path)  # a run that was killed before its first step did not
         state = state_of(path)
         refuse(path, state, policy)
-        if state == "begun" or (state == "run" and policy != "resume"):
+        if state == "begun":
             _erase(path)
+        elif state == "run" and policy == "overwrite":
+            set_aside(path)
+    except OSError as error:
+        os.close(lock)
+        raise unusable(path, error) from error
     except BaseException:  # whatever ends the claim, the lock must be released
         os.close(lock)
         raise
@@ -87,6 +89,8 @@ def state_of(path: Path) -> State:
     """Returns what the folder at `path` holds; raises RunDirectoryError if it cannot be read."""
     try:
         names = {entry.name for entry in path.iterdir()}
+        if names & {FORMER, MOVING}:
+            return "run"
         if MARKER not in names:
             return "foreign" if names - {LOCK} else "free"
         metrics = path / "metrics.jsonl"

@@ -17,7 +17,9 @@ import psutil
 
 from asyncrl.config.reading.toml import config_toml
 from asyncrl.config.root import Config
-from asyncrl.run_directory.claim import MARKER, claim, in_use, numbered, refuse, state_of, take_lock, unusable
+from asyncrl.run_directory.claim import claim, in_use, numbered, refuse, state_of, take_lock, unusable
+from asyncrl.run_directory.former import erase, put_back
+from asyncrl.run_directory.names import MARKER
 from asyncrl.run_directory.running import control_socket, holder
 
 
@@ -150,6 +152,26 @@ class RunDirectory:
                 except OSError as error:
                     raise unusable(path, error) from error
         return tuple(kept)
+
+    def erase_former(self) -> None:
+        """Erases the run that this one overwrites, if there is one: this one has results of its own.
+
+        Raises RunDirectoryError where it cannot.
+        """
+        try:
+            erase(self.path)
+        except OSError as error:
+            raise unusable(self.path, error) from error
+
+    def put_former_back(self) -> Path | None:
+        """Puts the run that this one was to overwrite into its place, if it is not erased; writes nothing more after.
+
+        Returns the folder of what this run wrote; None where there is no former run. Raises RunDirectoryError.
+        """
+        try:
+            return put_back(self.path)
+        except OSError as error:
+            raise unusable(self.path, error) from error
 
     @property
     def control(self) -> Path:

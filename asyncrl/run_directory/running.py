@@ -9,7 +9,8 @@ import socket
 from pathlib import Path
 
 from asyncrl.errors import RunDirectoryError
-from asyncrl.run_directory.claim import CONTROL, LOCK, MARKER, state_of
+from asyncrl.run_directory.claim import state_of
+from asyncrl.run_directory.names import CONTROL, LOCK, MARKER
 
 
 def holder(path: Path) -> int | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
-from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
+from asyncrl.config.architecture import check_tensor_parallel, read_architecture
+from asyncrl.errors import ModelError
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import Role
 
@@ -41,8 +42,19 @@ def make_backend(config: Config, layout: RankLayout, role: Role) -> Backend:
 
 
 def _check_megatron(config: Config) -> None:
-    """Dense Llama, Qwen2 and Qwen3 models, in float32 or bfloat16."""
-    check_tensor_parallel(read_architecture(config.model.path), config.train.tensor_parallel)
+    """Dense Llama, Qwen2 and Qwen3 models, in float32 or bfloat16; those beside the policy with its vocabulary."""
+    policy = read_architecture(config.model.path)
+    check_tensor_parallel(policy, config.train.tensor_parallel)
+    for role, path in (("reference", config.algorithm.reference), ("teacher", config.algorithm.teacher)):
+        if path is None:
+            continue
+        architecture = read_architecture(path)
+        check_tensor_parallel(architecture, config.train.tensor_parallel)
+        if architecture.vocab_size != policy.vocab_size:
+            raise ModelError(
+                f"algorithm.{role}: {path} has a vocabulary of {architecture.vocab_size} ids, and the policy one of "
+                f"{policy.vocab_size}; log-probs of the same tokens need the same vocabulary"
+            )
 
 
 def _make_megatron(config: Config, layout: RankLayout, role: Role) -> Backend:

@@ -22,9 +22,10 @@ import anyio.abc
 import anyio.to_thread
 from torch import Tensor
 
-from asyncrl.algorithms.algorithm import Columns
+from asyncrl.algorithms.algorithm import Columns, role_logprobs
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
+from asyncrl.config.sections.algorithm import REFERENCE
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
 from asyncrl.errors import AlgorithmError, ExportError, TrainerError, WeightUpdateError
@@ -42,7 +43,7 @@ from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
 from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
-from asyncrl.training.roles import ACTOR, Role
+from asyncrl.training.roles import ACTOR, Role, frozen_roles
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
@@ -72,7 +73,7 @@ class TrainGroup:
         background: the tasks of the job, among which checkpoints are completed; None makes one in `task_group`.
         publishing: how `update_weights` publishes; None for a trainer without engines.
         first_attempt: the first attempt of this job's gang; None where that is the present one.
-        roles: those beside the actor, whose model is `config.model.path`.
+        roles: those beside the actor, whose model is `config.model.path`, and beside those that the algorithm needs.
         make_backend: makes a rank's part of the backend; the other ranks must be given the same one (`serve_rank`).
 
     Raises ConfigError for an algorithm that cannot be made.
@@ -91,13 +92,14 @@ class TrainGroup:
         make_backend: BackendFactory = make_backend,
     ) -> None:
         self._config = config
-        self._roles = {role.name: role for role in (Role(ACTOR, str(config.model.path)), *roles)}
         self._events = events
         self._publishing = publishing
         self._publisher = None if publishing is None else publishing.make_publisher(self)
         self._environment = environment = RankEnvironment.from_environ()
         self._bound = Bound.of(config)
         self._algorithm = make_algorithm(config)
+        self._frozen = frozen_roles(self._algorithm.needs.roles, config)
+        self._roles = {role.name: role for role in (Role(ACTOR, str(config.model.path)), *self._frozen, *roles)}
         layout = environment.layout(config)
         self._checkpoints = CheckpointSaver(
             config,
@@ -143,7 +145,9 @@ class TrainGroup:
             self._specs[name] = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
-            self._events.emit(TrainerResumed(step=resumed.step, path=str(resumed.path)))
+            self._events.emit(
+                TrainerResumed(step=resumed.step, path=str(resumed.path), other_layout=resumed.other_layout)
+            )
         elif self._publisher is not None and self._events.attempt > 0:
             await keep_leftovers(self._publisher, self._config)
         payload, seconds = self.payload, time.monotonic() - started
@@ -163,6 +167,7 @@ class TrainGroup:
         """
         if not self._config.debug.train_only:  # a replay trains saved batches as they are
             self._bound.check(batch)
+        batch = await self._with_logprobs_of_roles(rollout_id, batch)
         columns = await self._columns(batch)
         mask = batch.loss_mask if columns.keep is None else batch.loss_mask & columns.keep
         batch = replace(batch, columns={**batch.columns, **columns.tokens}, loss_mask=mask)
@@ -264,13 +269,16 @@ class TrainGroup:
         """Waits for the checkpoint in progress, `checkpoint.timeout_s` at most; `statistics` tells its outcome."""
         await self._checkpoints.finish()
 
-    async def offload(self, *, keep_weights: bool = False, role: str = ACTOR) -> None:
-        """Frees the GPUs of the role; `keep_weights` leaves the weights there, to be published or exported."""
-        await self._ranks.run(commands.Offload(role, keep_weights), self._of(role, "offloading the trainer"))
+    async def offload(self, *, keep_weights: bool = False, role: str | None = None) -> None:
+        """Frees the GPUs of a role, or of all; `keep_weights` leaves the policy's there, to be published."""
+        for name in self._roles if role is None else (role,):
+            keep = keep_weights and name == ACTOR
+            await self._ranks.run(commands.Offload(name, keep), self._of(name, "offloading the trainer"))
 
-    async def onload(self, role: str = ACTOR) -> None:
-        """Undoes `offload`, before the role computes or exports anything."""
-        await self._ranks.run(commands.Onload(role), self._of(role, "loading the trainer back"))
+    async def onload(self, role: str | None = None) -> None:
+        """Undoes `offload`, before a role computes or exports anything."""
+        for name in self._roles if role is None else (role,):
+            await self._ranks.run(commands.Onload(name), self._of(name, "loading the trainer back"))
 
     async def clear_memory(self) -> None:
         """Has every rank give back memory that Python and the GPU's allocator hold in reserve."""
@@ -327,6 +335,18 @@ class TrainGroup:
             raise outcome.error
 
     # steps
+
+    async def _with_logprobs_of_roles(self, rollout_id: int, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with a column of log-probs for each role that the algorithm needs."""
+        given = self._config.algorithm
+        for role in self._frozen:
+            begins = rollout_id == 0 and given.reference is None
+            if role.name == REFERENCE and (begins or rollout_id % (given.reference_interval or rollout_id + 1) == 0):
+                what = self._of(REFERENCE, "taking over the policy's weights")
+                await self._ranks.run(commands.CopyWeights(REFERENCE, ACTOR), what)
+            column = {role_logprobs(role.name): await self.logprobs(batch, role.name)}
+            batch = replace(batch, columns={**batch.columns, **column})
+        return batch
 
     async def _columns(self, batch: RolloutBatch) -> Columns:
         """What the algorithm computes over the whole batch; in a thread, since it may take long."""

@@ -31,6 +31,8 @@ class TrainerResumed(Event):
     step: int
     """Batches trained when it was written."""
     path: str
+    other_layout: str = ""
+    """The layouts that wrote and read it, in words, where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,23 @@ class TensorSpec:
         return size
 
 
+_BUCKETS = 30
+"""Each costs a request to every engine and its answer, whatever its size."""
+_LEAST_BYTES, _MOST_BYTES = 64 << 20, 512 << 20
+_SHARE_OF_GPU = 128
+"""At most this part of a GPU's memory: the trainer holds a bucket twice while it is sent, an engine once."""
+
 Bucket = tuple[TensorSpec, ...]
+
+
+def bucket_size(model_bytes: int, gpu_bytes: int | None) -> int:
+    """Bytes of a bucket where nobody says: about 30 buckets of 64 to 512 MiB, as a GPU of `gpu_bytes` spares them.
+
+    None: on CPU, where all measurements of publications are of 64 MiB.
+    """
+    if gpu_bytes is None:
+        return _LEAST_BYTES
+    return min(max(model_bytes // _BUCKETS, _LEAST_BYTES), _MOST_BYTES, gpu_bytes // _SHARE_OF_GPU)
 
 
 def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:

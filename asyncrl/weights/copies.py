@@ -135,7 +135,7 @@ class Copies:
         return await anyio.to_thread.run_sync(leave, abandon_on_cancel=True)
 
     async def aclose(self) -> None:
-        """Gives up what is being written and removes every copy; ends within `REMOVE_TIMEOUT_S`. Idempotent."""
+        """Gives up what is being written, the memory and every copy; ends within `REMOVE_TIMEOUT_S`. Idempotent."""
         self._closed = True
         self._buffer.holder = None
         with anyio.CancelScope(shield=True):
@@ -233,6 +233,7 @@ class Copies:
 
     def _remove(self) -> None:
         with self._disk:
+            self._buffer.release()
             shutil.rmtree(self._directory, ignore_errors=True)
 
 

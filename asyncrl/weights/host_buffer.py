@@ -50,6 +50,12 @@ class HostBuffer:
                 block = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 self._blocks.append(block.zero_())  # the kernel finds the pages now, not while engines stand still
 
+    def release(self) -> None:
+        """Gives the memory back; a reader that is at a block may end it. The next `reserve` takes it anew."""
+        self.holder, self._blocks = None, []
+        if torch.cuda.is_available():
+            torch.accelerator.empty_host_cache()  # else torch keeps what is page-locked for the process
+
     def write(self, offset: int, data: Tensor) -> None:
         """Copies `data` (uint8 [n]) to `offset`; from a GPU it arrives later, in the order of its current stream."""
         while len(data):

@@ -20,7 +20,7 @@ import anyio.to_thread
 import structlog
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
-from asyncrl.errors import EnginesLostError, WeightUpdateError
+from asyncrl.errors import EnginesLostError, WeightUpdateError, counted
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.waits import waiting
 from asyncrl.weights.copies import Copies
@@ -170,7 +170,9 @@ class Publisher:
         told += [] if source_error is None else [f"trainer: {source_error}"]
         lost = source_error is None or all(f.kind is TransferFault.GONE for f in progress.failures.values())
         kind = EnginesLostError if progress.failures and lost and not progress.candidates else WeightUpdateError
-        raise kind(f"weights {version} reached no engine in {progress.transfers} transfer(s): {'; '.join(told)}")
+        raise kind(
+            f"weights {version} reached no engine in {counted(progress.transfers, 'transfer')}: {'; '.join(told)}"
+        )
 
     async def _transfer_once(self, payload: Payload, progress: _Progress) -> TransferResult:
         progress.transfers += 1

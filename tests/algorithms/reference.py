@@ -48,6 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "unit": "sequence"},
     "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4, "unit": "sequence"},
     "cispo": {"ratio_max": 5.0, "unit": "token"},
+    "distill": {"clip_low": 0.2, "clip_high": 0.2, "unit": "token", "teacher_weight": 1.0},
     "rloo": {"clip_low": 0.2, "clip_high": 0.2, "unit": "token"},
     "reinforce_pp": {"clip_low": 0.2, "clip_high": 0.2, "unit": "token"},
     "reinforce_pp_baseline": {"clip_low": 0.2, "clip_high": 0.2, "unit": "token"},
@@ -71,6 +72,8 @@ def advantages(name: str, case: Case, rewards: Sequence[float]) -> list[float]:
             others = [q for j, (q, h) in enumerate(zip(rewards, case.groups, strict=True)) if h == g and j != i]
             result.append(r - statistics.fmean(others) if others else 0.0)
         return result
+    if name == "distill":
+        return [0.0] * len(rewards)
     values = centred if name == "reinforce_pp_baseline" else list(rewards)
     per_token = [values[response.sample] for response in case.responses for _ in response.places]
     if len(set(values)) == 1 or not per_token:
@@ -106,16 +109,40 @@ def weight_of(settings: Mapping[str, Any], at: int, response: Response, old: Ten
     return weight if low <= weight <= high else 0.0
 
 
+def divergence(estimator: str, logprob: Tensor, reference: Tensor, engine: Tensor) -> Tensor:
+    """Of one token."""
+    if estimator == "k1":
+        return logprob - reference
+    if estimator == "k2":
+        return 0.5 * (logprob - reference) ** 2
+    r = torch.exp(reference - logprob)
+    k3 = r - torch.log(r) - 1
+    return k3 if estimator == "k3" else torch.exp(logprob - engine) * k3
+
+
 def loss(
-    name: str, case: Case, given: Mapping[str, Any], logprobs: Tensor, entropies: Tensor, engine: Tensor, old: Tensor
+    name: str,
+    case: Case,
+    given: Mapping[str, Any],
+    logprobs: Tensor,
+    entropies: Tensor,
+    engine: Tensor,
+    old: Tensor,
+    frozen: Tensor,
 ) -> Tensor:
-    """The loss of one optimizer step on the whole case. Everything float64, by place."""
+    """The loss of one optimizer step on the whole case. Everything float64, by place; `frozen` are the log-probs of
+    reference and teacher."""
     settings = {**PRESETS[name], **given}
     rewards = list(case.rewards)
     if buffer := settings.get("overlong", 0):
         for i, length in enumerate(case.sampled):
             over = length - (case.limit - buffer)
             rewards[i] -= min(max(over / buffer, 0.0), 1.0)
+    beta, estimator = settings.get("kl_coefficient", 0.001), settings.get("kl_estimator", "k3")
+    if settings.get("kl") == "reward":
+        for response in case.responses:
+            for at in response.places:
+                rewards[response.sample] -= beta * float(divergence(estimator, engine[at], frozen[at], engine[at]))
     kept = settings.get("truncated", 1.0)
     of_sample = [
         a * (kept if cut and kept != 0 else 1.0)
@@ -130,6 +157,7 @@ def loss(
         losses = []
         for at in response.places:
             a, ratio = of_sample[response.sample], ratio_of(name, at, response, logprobs, compared)
+            a += settings.get("teacher_weight", 0.0) * float(frozen[at] - engine[at])
             if name == "cispo":
                 token = -min(float(ratio.detach()), settings["ratio_max"]) * a * logprobs[at]
             else:
@@ -138,6 +166,8 @@ def loss(
                 if settings.get("dual_clip") and a < 0:
                     token = torch.minimum(token, torch.tensor(settings["dual_clip"] * abs(a), dtype=torch.float64))
             token = token * weight_of(settings, at, response, compared, engine)
+            if settings.get("kl") == "loss":
+                token = token + beta * divergence(estimator, logprobs[at], frozen[at], compared[at])
             losses.append(token - settings.get("entropy_bonus", 0.0) * entropies[at])
         by_response.append(losses)
         groups.append(response.group)

@@ -68,7 +68,8 @@ def test_the_configuration_knows_the_settings_of_each_algorithm() -> None:
     for name, kind in POLICY_GRADIENTS.items():
         own = {field.name for field in fields(kind)} - {"max_new_tokens"}
         correction = {key for key in section if key.startswith("correction")}
-        assert BUILTIN_ALGORITHMS[name].settings == own | correction, name
+        models = {"reference", "reference_interval", "teacher"}
+        assert BUILTIN_ALGORITHMS[name].settings == own | correction | models, name
     assert section == set().union(*(known.settings for known in BUILTIN_ALGORITHMS.values()))
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algorithms.algorithm import OLD_LOGPROBS, TokenInputs
+from asyncrl.algorithms.algorithm import OLD_LOGPROBS, TokenInputs, role_logprobs
 from asyncrl.algorithms.chosen import POLICY_GRADIENTS, ChosenAlgorithm, make_algorithm
 from asyncrl.algorithms.off_policy import mismatch
 from asyncrl.config import Config
@@ -32,6 +32,8 @@ class Policy:
     logprobs: Tensor
     old: Tensor
     entropies: Tensor
+    frozen: Tensor
+    """Under the reference, and under the teacher."""
 
 
 def draw(seed: int, spread: float = 0.3) -> tuple[RolloutBatch, Policy]:
@@ -68,7 +70,9 @@ def draw(seed: int, spread: float = 0.3) -> tuple[RolloutBatch, Policy]:
     def moved() -> Tensor:
         return batch.logprobs + spread * torch.randn(len(batch.tokens), generator=rng)
 
-    return batch, Policy(moved(), moved(), torch.rand(len(batch.tokens), generator=rng))
+    policy = Policy(moved(), moved(), torch.rand(len(batch.tokens), generator=rng), moved())
+    columns = {role_logprobs(role): policy.frozen for role in ("reference", "teacher")}
+    return replace(batch, columns=columns), policy
 
 
 def made(name: str, **section: Any) -> ChosenAlgorithm:
@@ -85,7 +89,7 @@ def step(
     columns = algorithm.columns(batch)
     if columns.keep is not None:
         batch = replace(batch, loss_mask=batch.loss_mask & columns.keep)
-    everything = {**columns.tokens, OLD_LOGPROBS: policy.old}
+    everything = {**batch.columns, **columns.tokens, OLD_LOGPROBS: policy.old}
     weights = algorithm.needs.aggregation.weights(batch, range(batch.num_sequences))
     owner = torch.arange(batch.num_sequences).repeat_interleave(batch.sequence_lengths)
     logprobs, total, count = policy.logprobs.clone().requires_grad_(), 0.0, 0
@@ -128,7 +132,14 @@ def expected(name: str, batch: RolloutBatch, policy: Policy, **options: Any) -> 
     )
     logprobs = policy.logprobs.double().requires_grad_()
     loss = reference.loss(
-        name, case, options, logprobs, policy.entropies.double(), batch.logprobs.double(), policy.old.double()
+        name,
+        case,
+        options,
+        logprobs,
+        policy.entropies.double(),
+        batch.logprobs.double(),
+        policy.old.double(),
+        policy.frozen.double(),
     )
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
@@ -155,6 +166,12 @@ OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"truncated_weight": 0.25}, {"truncated": 0.25}),
     ({"overlong_tokens": 4}, {"overlong": 4}),
     ({"old_logprobs": "trainer"}, {"old": "trainer"}),
+    *(
+        ({"kl": where, "kl_estimator": estimator, "kl_coefficient": 0.5},) * 2
+        for where in ("loss", "reward")
+        for estimator in ("k1", "k2", "k3", "unbiased")
+    ),
+    ({"teacher_weight": 0.3}, {"teacher_weight": 0.3}),
     *(
         (
             {"correction": kind, "correction_level": level, "correction_upper": 1.3, "correction_lower": 0.7},
@@ -219,10 +236,10 @@ def test_a_group_whose_rewards_are_all_larger_changes_nothing_where_groups_are_c
 def test_one_sample_twice_counts_twice() -> None:
     one = make_batch([(2, 3), (2, 3)], groups=[0, 0], rewards=[1.0, 0.0])
     twice = make_batch([(2, 3), (2, 3), (2, 3)], groups=[0, 0, 0], rewards=[1.0, 0.0, 0.0])
-    policy = Policy(twice.logprobs, twice.logprobs, torch.zeros(15))
+    policy = Policy(twice.logprobs, twice.logprobs, torch.zeros(15), torch.zeros(15))
     loss, gradient = step(made("dr_grpo"), twice, policy)
     assert gradient[:5].tolist() == pytest.approx([0, 0, *[-(2 / 3) / (3 * LIMIT)] * 3])
-    policy = Policy(one.logprobs, one.logprobs, torch.zeros(10))
+    policy = Policy(one.logprobs, one.logprobs, torch.zeros(10), torch.zeros(10))
     assert step(made("dr_grpo"), one, policy)[1][:5].tolist() == pytest.approx([0, 0, *[-0.5 / (2 * LIMIT)] * 3])
     assert loss == pytest.approx(0.0, abs=1e-7)
 

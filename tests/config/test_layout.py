@@ -52,8 +52,8 @@ def refusals(config: dict[str, object], machine: Machine) -> dict[str, str]:
         ("-1", ()),
         ("0,-1,1", ("0",)),
         ("0,9,1", ("0",)),
-        ("GPU-cccc-3,0", ("GPU-cccc-3", "0")),
-        ("GPU-aaaa", ("GPU-aaaa",)),
+        ("GPU-cccc-3,0", ("2", "0")),
+        ("GPU-aaaa", ("0",)),
         ("GPU-aa", ()),
         ("GPU-zz,0", ()),
         ("0,0", ()),
@@ -323,11 +323,11 @@ def test_one_more_engine_takes_gpus_that_nobody_uses_until_none_are_left(job: tu
         ({"engine": {"gpus": [0, 1]}}, gpus(2), "engine.gpus", "[0] are also used by trainer ranks"),
         ({"engine": {"gpus": [5, -1]}}, gpus(2), "engine.gpus", "[-1, 5] named, but the visible GPUs are 0 to 1"),
         ({"engine": {"gpus": [1, 1]}}, gpus(2), "engine.gpus", "names a GPU twice"),
-        ({"engine": {"gpus": []}}, gpus(2), "engine.tensor_parallel", "need 1, but 0"),
+        ({"engine": {"gpus": []}}, gpus(2), "engine.tensor_parallel", "would take 1, but 0"),
         ({"engine": {"gpus": [1, 2, 3], "tensor_parallel": 2}}, gpus(4), "engine.gpus", "list exactly those"),
         ({"engine": {"gpus": [1, 2], "num_engines": 1}}, gpus(3), "engine.gpus", "list exactly those"),
-        ({"engine": {"num_engines": 3}}, gpus(3), "engine.num_engines", "3 engine(s) of 1 GPU(s) need 3, but 2"),
-        ({"engine": {"tensor_parallel": 4}}, gpus(4), "engine.tensor_parallel", "need 4, but 3"),
+        ({"engine": {"num_engines": 3}}, gpus(3), "engine.num_engines", "3 engines of 1 GPU would take 3, but 2"),
+        ({"engine": {"tensor_parallel": 4}}, gpus(4), "engine.tensor_parallel", "would take 4, but 3"),
         (
             {"engine": {"gpus": [0, 1], "tensor_parallel": 2, "colocate": True}},
             gpus(2),
@@ -340,6 +340,12 @@ def test_one_more_engine_takes_gpus_that_nobody_uses_until_none_are_left(job: tu
         ({"weights": {"transport": "tensor"}}, gpus(2), "weights.transport", "engine-0 shares no GPU"),
         ({"weights": {"transport": "broadcast"}}, gpus(1), "weights.transport", "NCCL refuses"),
         ({"weights": {"on_update": "in_place"}}, gpus(1), "weights.on_update", "engine-0 gives up all KV"),
+        (
+            {"train": {"optimizer_on_host": True}, "model": {"dtype": "float32"}},
+            gpus(2),
+            "train.optimizer_on_host",
+            "leave model.dtype at auto",
+        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_the_fix(config, machine, key, text):
@@ -376,12 +382,12 @@ def test_a_dry_run_of_several_nodes_names_the_node_of_each_process() -> None:
     config = Config.model_validate({"engine": {"num_engines": 1}})
     machine = nodes(2, 2, 1)
     assert layout_lines(config, plan_layout(config, machine), machine) == [
-        "process layout on 4 GPU(s) of 2 nodes, bfloat16: 2 trainer rank(s), 2 data x 1 tensor parallel; 1 engine(s)",
+        "process layout on 4 GPUs of 2 nodes, bfloat16: 2 trainer ranks, 2 data x 1 tensor parallel; 1 engine",
         "  rank 0       node 0 GPU 0     driver and trainer, model copy 0 part 0",
         "  rank 1       node 1 GPU 0     trainer, model copy 1 part 0",
         "  host         node 0 CPU       owns engines, router and reward workers",
         "  router       node 0 CPU       sglang-router, round_robin, 127.0.0.1, a free port",
         "  engine-0     node 0 GPU 1     tensor parallel 1, weights by broadcast",
-        "  rewards      node 0 CPU       1 worker(s)",
+        "  rewards      node 0 CPU       1 worker",
         "  unused: node 1 GPU 1",
     ]

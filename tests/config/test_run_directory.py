@@ -208,8 +208,86 @@ def test_overwrite_erases_a_run_and_nothing_outside_it(config, tmp_path):
         (run.export / "model.safetensors").touch()
         (run.path / "link").symlink_to(outside)
     with RunDirectory.open(config("overwrite")) as run:
+        run.erase_former()
         assert {entry.name for entry in run.path.iterdir()} == {".lock", ".asyncrl-run.json", "config.toml", "logs"}
+        assert run.put_former_back() is None
     assert (outside / "kept").exists()
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """Text by relative path, without the lock."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
+    return {str(file.relative_to(path)): file.read_text() for file in files}
+
+
+@pytest.fixture
+def former(config) -> dict[str, str]:
+    """Files of a run that lies in the directory."""
+    with RunDirectory.open(config()) as run:
+        run.metrics.write_text("{}\n")
+        run.export.mkdir()
+        (run.export / "model.safetensors").write_text("weights")
+    return files_of(run.path)
+
+
+def test_a_run_that_is_to_be_overwritten_is_back_where_the_new_one_ends_before_its_first_step(config, former):
+    with RunDirectory.open(config("overwrite")) as run:
+        (run.logs / "engine-0.log").write_text("out of memory")
+        failed = run.put_former_back()
+    assert failed == run.path / "failed-start"
+    assert (failed / "logs" / "engine-0.log").read_text() == "out of memory"
+    assert former.items() <= files_of(run.path).items()
+    with RunDirectory.open(config("overwrite"), gang=Gang("8@8", 0)) as again:
+        assert (again.path, again.attempt) == (run.path, 0)
+        again.put_former_back()
+    assert former.items() <= files_of(run.path).items()
+    assert set(files_of(run.path / "failed-start")) == {".asyncrl-run.json", "config.toml"}, "of the last one alone"
+
+
+@pytest.mark.parametrize("policy", ["error", "new", "overwrite", "resume"])
+def test_a_run_that_is_to_be_overwritten_outlives_a_new_one_that_was_killed(config, former, policy):
+    with RunDirectory.open(config("overwrite")) as killed:
+        pass
+    if policy == "error":
+        with pytest.raises(RunDirectoryError, match="already holds a run"):
+            RunDirectory.open(config(policy))
+        return
+    with RunDirectory.open(config(policy)) as run:
+        assert (run.path == killed.path) == (policy != "new")
+        if policy == "resume":
+            assert (run.attempt, run.metrics.read_text()) == (1, "{}\n")
+            return
+        if policy == "overwrite":
+            run.put_former_back()
+    with RunDirectory.open(config("resume")) as run:
+        assert (run.export / "model.safetensors").read_text() == "weights"
+
+
+def test_wherever_a_move_of_the_former_run_is_cut_short_nothing_of_it_is_lost(config, former, monkeypatch):
+    rename, left = Path.rename, 0
+
+    def cut_short(self, target):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", cut_short)
+    for moves in range(100):
+        left, cut = moves, False
+        try:
+            with RunDirectory.open(config("overwrite")) as run:
+                run.put_former_back()
+        except KeyboardInterrupt:
+            cut = True
+        left = 100
+        with RunDirectory.open(config("overwrite")) as run:
+            run.put_former_back()
+        assert former.items() <= files_of(run.path).items()
+        if not cut:
+            break
+    assert moves > 12
 
 
 @pytest.mark.parametrize("policy", ["error", "overwrite"])

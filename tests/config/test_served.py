@@ -112,8 +112,8 @@ def test_named_gpus_are_taken_and_kept_from_others(load: Load, judge: str) -> No
         (["--models.judge.gpus", "9"], gpus(4), "models.judge.gpus", "visible GPUs are 0 to 3"),
         (["--models.judge.gpus", "2", "3"], gpus(4), "models.judge.gpus", "list exactly those"),
         (["--models.judge.gpus", "2"], Machine(), "models.judge.gpus", "this job sees no GPU"),
-        (["--models.judge.num-engines", "4"], gpus(4), "models.judge.num_engines", "need 4 of their own"),
-        ([], gpus(1), "models.judge.num_engines", "need 1 of their own"),
+        (["--models.judge.num-engines", "4"], gpus(4), "models.judge.num_engines", "would take 4, but of the"),
+        ([], gpus(1), "models.judge.num_engines", "would take 1, but of the"),
         ([], gpus(2), "engine.gpus", "trainer ranks and other models use all 2 visible GPUs"),
     ],
 )

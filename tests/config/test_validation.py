@@ -31,17 +31,17 @@ README = Path(__file__).parents[2] / "README.md"
         (
             ["--train.minibatches", "2", "--train.update-weights-interval", "3", "--rollout.max-staleness", "4"],
             "rollout.max_staleness",
-            "2 * 3 - 1 = 5 step(s) ahead of the newest weights to sample from; use at least 5",
+            "2 * 3 - 1 = 5 steps ahead of the newest weights to sample from; use at least 5",
         ),
         (
             ["--train.minibatches", "2", "--train.batch-epochs", "3", "--rollout.max-staleness", "4"],
             "rollout.max_staleness",
-            "2 * 3 = 6 optimizer step(s) for each batch (train.minibatches * train.batch_epochs)",
+            "2 * 3 = 6 optimizer steps for each batch (train.minibatches * train.batch_epochs)",
         ),
         (
             ["--train.minibatches", "2", "--train.batch-epochs", "3", "--rollout.max-staleness", "4"],
             "rollout.max_staleness",
-            "6 * 1 - 1 = 5 step(s) ahead of the newest weights to sample from; use at least 5",
+            "6 * 1 - 1 = 5 steps ahead of the newest weights to sample from; use at least 5",
         ),
         (["--train.batch-epochs", "0"], "train.batch_epochs", "'0' is not allowed; expected whole number, at least 1"),
         (
@@ -70,7 +70,7 @@ README = Path(__file__).parents[2] / "README.md"
         (["--rollout.filters", "zzz"], "rollout.filters", "known are zero_variance, and any package.module:function"),
         (["--rollout.filters", "nowhere:judge"], "rollout.filters", "there is no module 'nowhere'"),
         (["--train.num-steps", "none", "--train.lr-decay", "cosine"], "train.lr_decay", "the length of the run"),
-        (["--train.num-steps", "none", "--data.size", "3"], "data.size", "do not fill one batch of 8"),
+        (["--train.num-steps", "none", "--data.size", "3"], "data.size", "3 prompts cannot fill one batch of 8"),
         (["--rollout.temperature", "1e-9"], "rollout.temperature", "taken for 0 (greedy) by the engine"),
         (["--train.lr", "1e39"], "train.lr", "1e+39 is inf in float32"),
         (["--train.adam-eps", "1e-60"], "train.adam_eps", "1e-60 is 0 in float32"),
@@ -163,6 +163,8 @@ README = Path(__file__).parents[2] / "README.md"
             "algorithm.old_logprobs",
             "a correction compares with the trainer's log-probs",
         ),
+        (["--train.algorithm", "distill"], "algorithm.teacher", "is not set; give the directory of the model to learn"),
+        (["--algorithm.reference", "nowhere"], "algorithm.reference", "nowhere is no Hugging Face model directory"),
         (["--algorithm.dual-clip", "0.5"], "algorithm.dual_clip", "expected number, over 1, or none"),
         (
             ["--track.to", "wandp"],
@@ -228,6 +230,13 @@ def test_an_impossible_setting_is_refused(refused, argv, key, text):
 def test_an_unusual_setting_that_works_is_not_refused(load, argv):
     Path("my_rewards.py").write_text("from anywhere import *")
     load(*argv)
+
+
+def test_a_checkpoint_to_begin_from_is_not_in_the_run_that_is_overwritten(refused):
+    checkpoint = Path("old/checkpoints/step-000004")
+    checkpoint.mkdir(parents=True)
+    overwriting = ("--run.dir", "old", "--run.if-exists", "overwrite", "--checkpoint.resume", str(checkpoint))
+    assert f"which holds checkpoint.resume ({checkpoint})" in refused(*overwriting)["run.if_exists"]
 
 
 def test_a_system_prompt_needs_a_tokenizer_with_a_chat_template(load, refused):

@@ -318,7 +318,7 @@ def test_missing_empty_and_unknown_sources_are_refused(tmp_path: Path, plain: Po
         ("no.such.module:f", "module 'no.such.module' does not import"),
         (f"{__name__}:nothing", "has no 'nothing'"),
         (f"{__name__}:ROWS", "is not a function but list"),
-        (f"{__name__}:broken", r"failed after 1 records \(KeyError: 'oops'\)"),
+        (f"{__name__}:broken", r"failed after 1 record \(KeyError: 'oops'\)"),
     ]:
         with pytest.raises(DataError, match=message):
             load(source, plain)
@@ -335,7 +335,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, pla
     assert load(file, plain, limit=20).dropped_overlong == 0
     with pytest.raises(DataError, match=r"line 2: 20 tokens, and at most 19"):
         load(file, plain, limit=19, overlong="error")
-    with pytest.raises(DataError, match=r"all 2 prompts are longer than 3 tokens"):
+    with pytest.raises(DataError, match=r"2 prompts over 3 tokens, and no other"):
         load(file, plain, limit=3)
 
 

@@ -88,8 +88,15 @@ def test_where_other_prompts_are_too_long_now_the_settings_that_decide_it_are_na
         stream(12, size=3).restore(state)
 
 
+def test_a_stream_without_prompts_has_nothing_to_draw() -> None:
+    empty = PromptStream([], seed=0, shuffle=True)
+    assert (len(empty), empty.epoch) == (0, 0)
+    with pytest.raises(DataError, match=r"data\.source is not set"):
+        empty.draw()
+
+
 def test_rollouts_per_epoch_are_whole_batches() -> None:
     stream = PromptStream(prompts(10), seed=0, shuffle=False)
     assert stream.num_rollouts_per_epoch(3) == 3
-    with pytest.raises(DataError, match="do not fill one batch"):
+    with pytest.raises(DataError, match="10 prompts cannot fill one batch"):
         stream.num_rollouts_per_epoch(11)

@@ -61,7 +61,7 @@ def test_defects_of_warmup_data_are_named(tmp_path: Path) -> None:
         load(tmp_path, [{"prompt": "1"}])
     with pytest.raises(DataError, match='field "response" must be a string, found int'):
         load(tmp_path, [{"prompt": "1", "response": 3}])
-    with pytest.raises(DataError, match="all 1 examples are over 5 tokens"):
+    with pytest.raises(DataError, match="1 example over 5 tokens, and no other"):
         load(tmp_path, [{"prompt": "1", "response": "x" * 5}], context=5)
     with pytest.raises(ModelError, match="names no end token"):
         load(tmp_path, [{"prompt": "1", "response": "x"}], vocab_size=2)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,9 @@ from asyncrl.config.layout import EnginePlacement, ProcessLayout, TrainerPlaceme
 from asyncrl.inference.controller import InferenceController
 from asyncrl.observability.events import EventLog
 from tests.scripted import Fault, ScriptedEngine, ScriptedHost, ScriptedRouter, instead
+
+_SOME_TOKENS = 15
+"""Of a request that stands in the middle."""
 
 
 @pytest.fixture
@@ -48,6 +51,30 @@ async def eventually(satisfied: Callable[[], bool], timeout_s: float = 20.0) -> 
             if satisfied():
                 return
             await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def in_the_middle(
+    engines: Sequence[ScriptedEngine], asked: Callable[[], int]
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Requests of these engines stand still with some tokens while the block lasts.
+
+    Call what it yields to wait until all that are `asked` have come, and those that run stand.
+    """
+
+    def stand() -> bool:
+        running = [engine.generation.running for engine in engines]
+        standing = [engine.generation.braked for engine in engines]
+        known = sum(engine.generation.running + engine.generation.waiting for engine in engines)
+        return known >= asked() and running == standing and sum(standing) > 0
+
+    for engine in engines:
+        engine.generation.brake(_SOME_TOKENS)
+    try:
+        yield lambda: eventually(stand)
+    finally:
+        for engine in engines:
+            engine.generation.brake(None)
 
 
 def cancelled_in(scope: anyio.CancelScope, endpoint: str, callers: int = 1, **more: Any) -> Fault:

@@ -27,7 +27,7 @@ from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation, SamplingParams
 from asyncrl.weights.transports.process_group import TransferGroup
-from tests.inference.conftest import StartFleet, eventually
+from tests.inference.conftest import StartFleet, eventually, in_the_middle
 from tests.inference.engines.test_recovery import publish, serves
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine, instead
@@ -43,7 +43,6 @@ async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Gene
     generations: list[Generation] = []
     options = RequestOptions(
         vocab_size=1 << 20,
-        concurrency=requests,
         timeout_s=10.0,
         retry=RetryPolicy(retries=0, patience_s=1.0, first_delay_s=0.1),
     )
@@ -52,11 +51,14 @@ async def publish_under_load(rig: Rig, version: str, requests: int) -> list[Gene
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))
 
-    async with client, anyio.create_task_group() as task_group:
+    async with (
+        client,
+        anyio.create_task_group() as task_group,
+        in_the_middle(rig.fleet.engines, lambda: requests) as stand,
+    ):
         for number in range(requests):
             task_group.start_soon(one, number)
-        await eventually(lambda: sum(e.generation.running + e.generation.waiting for e in rig.fleet.engines) > 0)
-        await anyio.sleep(0.05)  # tokens of the old version
+        await stand()
         await rig.publish(version)
     return generations
 
@@ -189,9 +191,7 @@ async def ask_at_once(router_url: str, requests: int, *, retries: int) -> list[G
     """As many requests as are wanted, all at once; raises where one has no answer in the end."""
     generations: list[Generation] = []
     policy = RetryPolicy(retries=retries, patience_s=10.0, first_delay_s=0.1)
-    client = RolloutClient(
-        router_url, RequestOptions(vocab_size=1 << 20, concurrency=requests, timeout_s=10.0, retry=policy)
-    )
+    client = RolloutClient(router_url, RequestOptions(vocab_size=1 << 20, timeout_s=10.0, retry=policy))
 
     async def one(number: int) -> None:
         generations.append(await client.generate(f"{number:08d}.000", msgspec.Raw(b"[1,2]"), SAMPLING))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import socket
 import sys
 from contextlib import ExitStack
@@ -15,6 +15,8 @@ from asyncrl import cli
 from asyncrl.config.machine import Machine
 from asyncrl.config.sections.inference import ServedModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.host import ProcessSpec
+from asyncrl.inference import standalone
 from asyncrl.inference.standalone import run_engine, standalone_engine
 
 CPU = Machine(world_size=1, local_world_size=1)
@@ -42,8 +44,8 @@ def three_free_ports() -> int:
 
 
 def launched(settings: ServedModelConfig, machine: Machine) -> tuple[str, dict[str, str]]:
-    argv, environment = standalone_engine(settings, port=30000, host="127.0.0.1", machine=machine)
-    return " ".join(argv), environment
+    spec = standalone_engine(settings, port=30000, host="127.0.0.1", machine=machine)
+    return " ".join(spec.argv), spec.env
 
 
 def test_it_is_launched_as_a_job_launches_its_own(model: Path) -> None:
@@ -58,7 +60,7 @@ def test_it_is_launched_as_a_job_launches_its_own(model: Path) -> None:
 def test_what_cannot_start_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no Hugging Face model directory"):
         launched(ServedModelConfig(path=tmp_path / "absent"), CPU)
-    with pytest.raises(ConfigError, match="3 ranks need as many GPUs, and 2 are visible"):
+    with pytest.raises(ConfigError, match="3 ranks on as many GPUs, and 2 visible"):
         launched(ServedModelConfig(path=model, tensor_parallel=3), GPUS)
 
 
@@ -83,15 +85,39 @@ def test_a_port_that_is_taken_is_named_before_the_engine_starts(model: Path) -> 
             run_engine(ServedModelConfig(path=model), port=port - 1, host="127.0.0.1")
 
 
-def test_the_command_becomes_the_engine_and_says_how_a_job_takes_it(
+def test_the_command_runs_the_engine_under_a_guardian_and_says_how_a_job_takes_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port, became = three_free_ports(), list[Any]()
-    monkeypatch.setattr(os, "execve", lambda *how: became.append(how))
+    port, ran = three_free_ports(), list[ProcessSpec]()
+    monkeypatch.setattr(standalone, "run_in_foreground", lambda spec, grace_s: ran.append(spec) or 130)
     monkeypatch.setattr(sys, "argv", ["asyncrl", "engine", str(model), "--port", str(port), "--context-length", "256"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    cli.main()
-    [(program, argv, environment)] = became
-    assert program == sys.executable and "--context-length 256" in " ".join(argv)
-    assert environment["PATH"] == os.environ["PATH"] and environment["SGLANG_PLATFORM"] == "asyncrl_cpu"
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 130
+    [spec] = ran
+    assert spec.argv[0] == sys.executable and "--context-length 256" in " ".join(spec.argv)
+    assert spec.env["SGLANG_PLATFORM"] == "asyncrl_cpu" and spec.env["TMPDIR"] == spec.scratch
     assert f"--engine.external http://127.0.0.1:{port}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [
+        ({"head_dim": 32}, "triton"),
+        ({"hidden_size": 192, "num_attention_heads": 6}, "triton"),
+        ({"head_dim": 64}, None),
+        ({"head_dim": None, "hidden_size": 4096, "num_attention_heads": 32}, None),
+        ({"text_config": {"head_dim": 32}}, None),
+    ],
+)
+def test_heads_that_are_too_small_for_the_usual_kernels_of_a_gpu_get_others(
+    model: Path, fields: dict[str, Any], backend: str | None
+) -> None:
+    (model / "config.json").write_text(json.dumps(fields))
+    settings = ServedModelConfig(path=model)
+    line, _ = launched(settings, GPUS)
+    assert ("--attention-backend triton" in line) == (backend == "triton")
+    assert "--attention-backend" not in launched(settings, CPU)[0]
+    chosen = ServedModelConfig(path=model, server_args={"attention_backend": "fa3"})
+    assert "--attention-backend fa3" in launched(chosen, GPUS)[0]

@@ -60,9 +60,9 @@ def test_a_run_of_two_attempts_is_told(tmp_path: Path) -> None:
     stream = io.StringIO()
     print_report(report, stream)
     text = stream.getvalue()
-    assert "2 steps in 2 attempt(s)" in text and "1 fault(s): finished" in text
+    assert "2 steps in 2 attempts" in text and "1 fault: finished" in text
     assert "no response from engine-1 after 60 s" in text
-    assert "1 damaged lines" in text
+    assert "1 damaged line," in text
 
 
 def test_a_run_that_was_killed_says_so(tmp_path: Path) -> None:

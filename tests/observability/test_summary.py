@@ -68,7 +68,14 @@ def test_a_run_that_trained_nothing_has_no_curve(tmp_path: Path) -> None:
     stream = io.StringIO()
     print_summary(summary, stream)
     assert "stopped by SIGINT" in stream.getvalue()
-    assert "0.410 → not evaluated" in stream.getvalue()
+    assert "0.410\n" in stream.getvalue() and "→" not in stream.getvalue()
+
+
+def test_a_single_point_says_when_it_was_measured_where_training_went_on(tmp_path: Path) -> None:
+    for step, when in ((0, "0.410 before training"), (20, "0.410 after step 20"), (40, "0.410\n")):
+        stream = io.StringIO()
+        print_summary(a_summary(evaluations=((step, HeldOut(0.41, 0.41)),)), stream)
+        assert when in stream.getvalue()
 
 
 def test_the_terminal_shows_accuracies_time_and_the_curve(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ class Trainer(Noted):
         self.failure: str | None = None
         self.running: str | None = None
         self.threads: int | None = None
-        self.resumed: Any = None if resumed_at is None else SimpleNamespace(step=resumed_at, path="PATH", extra={})
+        resumed = SimpleNamespace(step=resumed_at, path="PATH", extra={}, other_layout="")
+        self.resumed: Any = None if resumed_at is None else resumed
 
     async def init(self, *, threads: int | None = None) -> int:
         self.note("init")
@@ -180,7 +181,13 @@ def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None =
     return SimpleNamespace(
         config=config,
         layout=layout,
-        directory=SimpleNamespace(export="DIR", attempt=0, events=None, weight_version=lambda step: f"0.{step}"),
+        directory=SimpleNamespace(
+            export="DIR",
+            attempt=0,
+            events=None,
+            weight_version=lambda step: f"0.{step}",
+            erase_former=lambda: None,
+        ),
         events=SimpleNamespace(emit=lambda event: None),
         record=record,
         stop=StopRequest(),

@@ -112,6 +112,14 @@ async def test_what_a_resumed_job_had_not_ended_in_its_checkpoint_is_rolled_back
     assert [(event["step"], event["group_ids"]) for event in told] == [(1, ["00000001", "00000002"])]
 
 
+async def test_a_job_that_goes_on_in_another_layout_says_so(tmp_path: Path) -> None:
+    job = a_job()
+    trainer = Trainer([], resumed_at=1)
+    trainer.resumed.other_layout = "written by 2 ranks, read by 1 rank"
+    await checkpoints(job, [], trainer, executor=Executor([], restore=None)).resume(1)
+    assert job.record.notes == ["resumed from PATH, in another layout: written by 2 ranks, read by 1 rank"]
+
+
 GOES_ON = "step 7 is saved: the same command with --run.if-exists resume goes on after it"
 WITH_THE_CRITIC = RolloutError("rollout 6 was delivered and not committed")
 

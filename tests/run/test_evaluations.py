@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, TrainerError
 from asyncrl.rollout.evaluation import EvalReport
 from asyncrl.run.evaluations import Evaluations
 from tests.run.jobs import Engines, Executor, Trainer, a_job, started
@@ -86,6 +86,31 @@ async def test_the_end_waits_for_the_evaluation_before_it_also_where_others_are_
             assert held.begun == [0]
             held.may_end.set()
     assert [skipped for *_, skipped in job.record.points] == [None, None]
+
+
+@pytest.mark.parametrize("fails", ["save_checkpoint", "update_weights", "export_hf"])
+async def test_an_end_that_fails_loses_no_evaluation_under_way(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def disk_is_full(*_: Any, **__: Any) -> None:
+        raise TrainerError("the disk is full")
+
+    held, trainer = Held(), Trainer([])
+    job = a_job(eval={"data": DATA, "fleet": {}, "at_end": False}, train={"num_steps": 1}, checkpoint={"every": 5})
+    async with started(Engines([]), Executor([], eval=held), trainer, job=job) as run:
+        await run.evaluate(0)
+        await run.train(0, await run.next_batch(0))
+        await run.commit(0)
+        monkeypatch.setattr(trainer, fails, disk_is_full, raising=False)
+        async with anyio.create_task_group() as tasks:
+
+            async def finish() -> None:
+                with pytest.raises(TrainerError, match="the disk is full"):
+                    await run.finish()
+                await job.disposal.aclose()
+
+            tasks.start_soon(finish)
+            await anyio.wait_all_tasks_blocked()
+            held.may_end.set()
+    assert [(step, skipped) for step, _, _, skipped in job.record.points] == [(0, None)]
 
 
 async def test_an_evaluation_that_the_end_of_the_job_cuts_short_is_a_skipped_point() -> None:

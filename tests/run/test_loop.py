@@ -104,6 +104,17 @@ async def test_a_resumed_job_that_is_stopped_before_its_next_step_exports_what_w
     assert job.record.exports == ["DIR"]
 
 
+async def test_a_run_that_is_overwritten_is_erased_with_the_first_step_that_was_trained() -> None:
+    erased: list[str] = []
+    job = a_job(train={"num_steps": 1})
+    job.directory.erase_former = lambda: erased.append("former")
+    async with started(Engines([]), Executor([]), Trainer([]), job=job) as run:
+        await run.train(0, await run.next_batch(0))
+        assert erased == []
+        await run.commit(0)
+        assert erased == ["former"]
+
+
 async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:
     engines = Engines([], prepare_eval=EngineError("engine-0: gone"))
     async with started(engines, Executor([]), Trainer([])) as run:

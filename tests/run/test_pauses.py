@@ -254,7 +254,6 @@ async def test_a_publication_that_takes_longer_than_the_deadline_costs_no_reques
             r.fleet.controller.router_url,
             RequestOptions(
                 vocab_size=1 << 20,
-                concurrency=8,
                 timeout_s=timeout_s,
                 retry=RetryPolicy(retries=0, patience_s=1.0),
             ),

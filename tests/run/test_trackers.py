@@ -35,7 +35,9 @@ ROUTER = "http://127.0.0.1:3000"
 
 
 @asynccontextmanager
-async def tracked(directory: Path, *, signal: bool = False, **track: Any) -> AsyncIterator[tuple[Any, MetricsLog]]:
+async def tracked(
+    directory: Path, *, signal: bool = False, attempt: int = 0, **track: Any
+) -> AsyncIterator[tuple[Any, MetricsLog]]:
     """A job that tracks its run in `directory`, and the log of its metrics; the job ends with the block."""
     (directory / "logs").mkdir()
     config = Config.model_validate({"track": track, "run": {"dir": directory, "stop_grace_s": 4.0}})
@@ -44,8 +46,8 @@ async def tracked(directory: Path, *, signal: bool = False, **track: Any) -> Asy
     async with EngineHost.start(directory / "logs", events) as host, anyio.create_task_group() as tasks:
         job = a_job(tasks, config=config)
         job.hosts, job.events = {DRIVER_NODE: host}, events
-        job.directory = SimpleNamespace(path=directory, attempt=0, logs=directory / "logs")
-        metrics = MetricsLog(directory / "metrics.jsonl")
+        job.directory = SimpleNamespace(path=directory, attempt=attempt, logs=directory / "logs")
+        metrics = MetricsLog(directory / "metrics.jsonl", attempt)
         async with job.disposal:
             await start_trackers(job, ROUTER)
             yield job, metrics
@@ -116,15 +118,13 @@ async def test_a_tracker_that_is_told_in_vain_does_not_hold_up_the_start(tmp_pat
     assert note.startswith("nothing is tracked: ")
 
 
-async def test_tensorboard_wandb_and_trackio_runs_are_read_back_by_their_own_libraries(
+async def test_tensorboard_wandb_and_trackio_runs_are_read_back_by_their_own_libraries_each_row_with_its_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     args = {"wandb": {"mode": "offline"}}
-    async with tracked(tmp_path, to=["tensorboard", "wandb", "trackio"], args=args, project="p", name="r") as (
-        job,
-        metrics,
-    ):
+    to = ["tensorboard", "wandb", "trackio"]
+    async with tracked(tmp_path, attempt=2, to=to, args=args, project="p", name="r") as (job, metrics):
         metrics.write(0, {"eval/accuracy": 0.25})
         for step in (1, 2, 3):
             metrics.write(step, {"rollout/reward_mean": step / 4, "train/loss": -float(step)})
@@ -135,8 +135,10 @@ async def test_tensorboard_wandb_and_trackio_runs_are_read_back_by_their_own_lib
     assert tensorboard_scalars(tmp_path, "eval/accuracy") == [(0, 0.25)]
     rows, config = wandb_run(tmp_path)
     assert [(row["step"], row["rollout/reward_mean"]) for row in rows if "rollout/reward_mean" in row] == rewards
+    assert {row["attempt"] for row in rows} == {2}, "so that steps of a resumed run can be told from rolled-back ones"
     assert config["job"]["router_url"] == ROUTER and config["train"]["lr"] == Config().train.lr
     assert trackio_rows(tmp_path, "p", "rollout/reward_mean") == rewards
+    assert trackio_rows(tmp_path, "p", "attempt") == [(step, 2) for step in range(4)]
 
 
 def test_tensorboard_shows_a_resumed_run_without_the_steps_that_were_rolled_back(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ class Generation:
         """Requests that the scheduler knows, and requests that wait in front of it."""
         self.makers: dict[str, list[str]] = {}
         """By id of a request that has ended, the version of the weights that really made each token."""
+        self._brake: int | None = None
         self._changes = Changes()
         self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
         """By extra key and prompt, the digest of the weights that made the cached KV."""
@@ -151,6 +152,18 @@ class Generation:
                 made = len(request.tokens) + int((now - request.since - request.debt_s) / request.token_s)
                 found += 0 < made < request.limit - 1
         return found
+
+    @property
+    def braked(self) -> int:
+        """Number of running requests that have tokens and get no more because of the brake."""
+        return sum(
+            bool(request.running and request.tokens and self._left(request) == 0) for request in self._live.values()
+        )
+
+    def brake(self, tokens: int | None) -> None:
+        """From now on a request stands still in its slot, with so many tokens or those that it has. None: all go on."""
+        self._brake = tokens
+        self._wake()
 
     def stamp(self, version: str) -> None:
         """Stamps later tokens with `version`."""
@@ -283,7 +296,11 @@ class Generation:
             (maker, digest), request.in_flight = request.in_flight, None
             self._emit(request, min(1, request.limit - len(request.tokens)), self.version, digest, maker)
         version, digest, request.since = self.version, self._digest(), anyio.current_time()
-        left = request.limit - len(request.tokens)
+        left = self._left(request)
+        if left == 0 and not request.done:
+            with anyio.move_on_after(_DISCONNECT_POLL_S):
+                await request.wake.wait()
+            return
         due_s = request.debt_s + left * request.token_s
         with anyio.move_on_after(min(due_s, _DISCONNECT_POLL_S)):
             await request.wake.wait()
@@ -296,6 +313,11 @@ class Generation:
         self._emit(request, count, version, digest)
         if request.retractions and not request.running:
             request.kv, request.debt_s = None, self._latency.prefill_s
+
+    def _left(self, request: _Request) -> int:
+        """Tokens that the request gets before anything changes."""
+        made = len(request.tokens)
+        return request.limit - made if self._brake is None else max(0, min(request.limit, self._brake) - made)
 
     def _prefill(self, request: _Request) -> None:
         kv = None if request.with_prompt else self.cache.get((request.extra_key, request.prompt))

@@ -74,7 +74,6 @@ async def continuous_load(router_url: str, requests: int) -> AsyncIterator[Load]
 
     options = RequestOptions(
         vocab_size=VOCABULARY,
-        concurrency=requests,
         timeout_s=120.0,
         retry=RetryPolicy(retries=4, patience_s=120.0),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from tests.inference.conftest import eventually
+from tests.results import keep
 from tests.system.conftest import RealFleet, private_fleet
 from tests.system.jobs import command_line
 from tests.system.test_recovery import processes
@@ -34,7 +34,6 @@ BUCKET_BYTES = 32 * 1024
 BUCKET_TIMEOUT_S = 8.0
 """A scheduler that was stopped is known by it."""
 COMMITTED_WITHIN_S = 2.0
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cascade_real.json"
 
 
 def schedulers(fleet: RealFleet) -> list[int]:
@@ -122,5 +121,5 @@ async def test_ten_strikes_at_schedulers_restart_the_struck_engine_alone(
         "committed_s": {"median": statistics.median(committed), "most": max(committed)},
         "each": strikes,
     }
-    RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
+    keep("cascade_real", summary)
     assert max(committed) < COMMITTED_WITHIN_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -19,6 +18,7 @@ import pytest
 
 from asyncrl.data.fleet import EngineState
 from asyncrl.inference.sglang.engine_api import EngineApi
+from tests.results import keep
 from tests.system.conftest import RealFleet, started_fleet
 from tests.system.jobs import command_line
 from tests.system.load import TOKENS, Load, continuous_load
@@ -29,7 +29,6 @@ REQUESTS = 32
 REISSUE_LIMIT_S = 1.0
 HEALTH = {"interval_s": 1.0, "timeout_s": 6.0, "failures": 2}
 RECOVERY_TIMEOUT_S = 200.0
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "recovery.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +167,4 @@ async def test_every_request_ends_well_ten_times_over(tiny_models: tuple[Path, P
             rounds.append(asdict(struck) | {"recovery_s": round(await recovery(fleet, load), 1)})
             print(rounds[-1])
             found = {"requests_in_flight": REQUESTS, "answered": len(load.answers), "failed": 0, "rounds": rounds}
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            keep("recovery", found)

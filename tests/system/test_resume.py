@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.results import keep
 from tests.system.jobs import ROOT, StartedJob, job, run, write_recipe
 from tests.told import Told
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 TRAIN_ASYNC = ROOT / "entrypoints" / "train_async.py"
-RESULTS = ROOT / "benchmarks" / "results" / "kills_real.json"
 START_S = 200.0
 
 
@@ -177,4 +177,4 @@ def test_a_real_job_that_is_killed_five_times_trains_every_group_once(
     tmp_path: Path, tiny_models: tuple[Path, Path]
 ) -> None:
     found = exactly_once(tmp_path, tiny_models[0], kills=5, steps=100)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    keep("kills_real", found)

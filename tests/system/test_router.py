@@ -108,7 +108,6 @@ async def test_a_stop_string_of_several_tokens_ends_a_response_with_exact_ids_an
     tokenizer = PolicyTokenizer.load(serving_fleet.models[0])
     options = RequestOptions(
         vocab_size=tokenizer.vocab_size,
-        concurrency=4,
         timeout_s=60.0,
         retry=RetryPolicy(0, 5.0),
         detokenize=tokenizer.decode,

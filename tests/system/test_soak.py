@@ -18,11 +18,11 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.results import keep
 from tests.system.jobs import ROOT, StartedJob, job
 
 pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(4000)]
 
-RESULTS = ROOT / "benchmarks" / "results" / "soak.json"
 RECIPE = ROOT / "entrypoints" / "recipes" / "demo.toml"
 MAX_STALENESS = 2
 SAMPLED_EVERY_S = 2.0
@@ -137,7 +137,7 @@ def memory_growth(samples: list[tuple[float, int]]) -> tuple[float, float]:
 
 def test_half_an_hour_of_faults_costs_no_group_no_memory_and_no_learning(tmp_path: Path) -> None:
     found = soak(tmp_path, minutes=30)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    keep("soak", found)
     assert sum(found["faults"].values()) >= 10
     assert found["reward_last"] > found["reward_first"] + 0.2
     assert found["driver_growth"] <= MAX_GROWTH

@@ -13,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.errors import ConfigError, ModelError
 from asyncrl.training.backends import BACKENDS, check_trainable
-from tests.training.models.test_architecture import QWEN3, write
+from tests.config.test_architecture import QWEN3, write
 
 
 def config_of(path: Path, **train: Any) -> Config:

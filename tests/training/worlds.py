@@ -27,6 +27,7 @@ from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.sample import VersionSpan
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logging import logging_to
+from asyncrl.training.checkpoints.saved_shards import SavedShards
 from asyncrl.training.checkpoints.shard import Shard, Snapshot
 from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.learner.packing import MicroBatch
@@ -35,7 +36,7 @@ from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.ranks.rank import serve_rank
 from asyncrl.training.roles import ACTOR, Role
-from asyncrl.training.train_group import TrainGroup
+from asyncrl.training.train_group import Publishing, TrainGroup
 from asyncrl.weights.buckets import TensorSpec
 from tests.training.forked_ranks import fork_server, meeting_port
 
@@ -121,6 +122,9 @@ class ScriptedBackend:
         self._together("logprobs")
         return batch.logprobs * 2
 
+    def copy_weights(self, source: Any) -> None:
+        self._together("copy_weights")
+
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         return SPECS
 
@@ -138,9 +142,9 @@ class ScriptedBackend:
         facts = {"rank": self.layout.rank, "role": self.role.name}
         return Snapshot(Shard({"total": torch.tensor(self._together("snapshot"))}, facts))
 
-    def restore(self, shard: Shard) -> None:
-        assert shard.facts == {"rank": self.layout.rank, "role": self.role.name}
-        self._together("restore", float(shard.tensors["total"]))
+    def restore(self, saved: SavedShards) -> None:
+        assert all(facts == {"rank": rank, "role": self.role.name} for rank, facts in enumerate(saved.facts))
+        self._together("restore", float(saved.own().tensors["total"]) if saved.same_layout else 0.0)
 
     def offload(self, *, keep_weights: bool) -> None:
         self._together("offload")
@@ -190,6 +194,7 @@ def run_world(
     on_init: Callable[[ScriptedBackend], object] = id,
     make_backend: BackendFactory | None = None,
     roles: Sequence[Role] = (),
+    publishing: Publishing | None = None,
     timeout_s: float = 90.0,
     linger_s: float = 20.0,
 ) -> World:
@@ -197,6 +202,7 @@ def run_world(
 
     Args:
         roles: those beside the actor.
+        publishing: how the actor publishes, for scenarios that do.
         make_backend: makes another backend than the scripted one, which faults and `on_init` are for.
         linger_s: how long the other ranks may take to end after rank 0 has.
     """
@@ -204,7 +210,7 @@ def run_world(
     server = fork_server()
     parsed = Config.model_validate(config or {})
     scripted = partial(ScriptedBackend, faults=faults or {}, on_init=on_init)
-    work = cloudpickle.dumps((parsed, make_backend or scripted, roles, scenario))
+    work = cloudpickle.dumps((parsed, make_backend or scripted, roles, publishing, scenario))
     reader, writer = server.Pipe(duplex=False)
     port = meeting_port()
     processes = [
@@ -244,11 +250,11 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    config, make_backend, roles, scenario = cloudpickle.loads(work)
+    config, make_backend, roles, publishing, scenario = cloudpickle.loads(work)
     code = 0
     if rank == 0:
         try:
-            drive = partial(_drive, config, make_backend, roles, scenario)
+            drive = partial(_drive, config, make_backend, roles, publishing, scenario)
             answer = (True, anyio.run(drive, backend_options={"use_uvloop": True}))
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -265,10 +271,23 @@ def _rank_main(rank: int, world_size: int, port: int, work: bytes, writer: Conne
     os._exit(code)  # a thread may be stuck in a collective, on purpose
 
 
-async def _drive(config: Config, make_backend: BackendFactory, roles: Sequence[Role], scenario: Scenario) -> Any:
+async def _drive(
+    config: Config,
+    make_backend: BackendFactory,
+    roles: Sequence[Role],
+    publishing: Publishing | None,
+    scenario: Scenario,
+) -> Any:
     events = EventLog(None, attempt=3)
     async with anyio.create_task_group() as task_group:
-        group = TrainGroup(config, task_group=task_group, roles=roles, make_backend=make_backend, events=events)
+        group = TrainGroup(
+            config,
+            task_group=task_group,
+            roles=roles,
+            make_backend=make_backend,
+            publishing=publishing,
+            events=events,
+        )
         try:
             return await scenario(group, events)
         finally:

@@ -96,6 +96,7 @@ async def test_the_last_two_copies_are_kept_and_go_with_the_job(tmp_path: Path, 
     assert names(tmp_path / "published") == [".next", "0.2", "0.3"]
     for _ in range(2):
         await copies.aclose()
+        assert copies._buffer.size_bytes == 0
         assert names(tmp_path) == []
 
 

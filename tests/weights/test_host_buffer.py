@@ -142,5 +142,20 @@ async def test_beside_a_gpu_memory_is_page_locked_and_its_copies_are_waited_for_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch, "empty", allocate)
-    recording = await record(HostBuffer(4096), {"w": torch.ones(1500)}, Noting())
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: calls.append("give back"))
+    buffer = HostBuffer(4096)
+    recording = await record(buffer, {"w": torch.ones(1500)}, Noting())
     assert calls == ["pin 4096", "pin 1904", "finish", "synchronize"] and recording.complete
+    await record(buffer, {"w": torch.ones(1500)}, Noting())
+    assert calls[4:] == ["finish", "synchronize"], "page-locking is slow, and done once"
+    buffer.release()
+    assert calls[6:] == ["give back"] and buffer.size_bytes == 0
+
+
+async def test_memory_that_was_given_back_is_no_recording_and_is_taken_again() -> None:
+    buffer, tensors = HostBuffer(), random_tensors()
+    recording = await record(buffer, tensors)
+    buffer.release()
+    assert not recording.held and buffer.size_bytes == 0
+    again = await record(buffer, tensors)
+    assert again.held and b"".join(again.read()) == bytes_of(tensors)

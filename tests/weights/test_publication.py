@@ -225,7 +225,7 @@ async def test_only_engines_that_are_gone_are_given_up_when_everything_failed(
 ) -> None:
     first = TransferResult(0, {"engine-0": COLLATERAL, "engine-1": GONE, "engine-2": REFUSED}, "broken")
     second = TransferResult(0, {"engine-0": COLLATERAL}, "broken again")
-    with pytest.raises(WeightUpdateError, match=r"weights 0\.1 reached no engine in 2 transfer\(s\).*broken again"):
+    with pytest.raises(WeightUpdateError, match=r"weights 0\.1 reached no engine in 2 transfers.*broken again"):
         await run(fleet, source, ScriptedTransport([first, second]), events)
     assert [(dict(failed), untouched) for failed, untouched in fleet.aborts] == [({"engine-1": GONE.reason}, False)]
     assert events.recent[-1]["kind"] == "weight_update_failed"

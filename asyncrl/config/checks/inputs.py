@@ -161,6 +161,8 @@ def _erased_inputs(config: Config) -> Iterator[Problem]:
     inputs = [("model.path", config.model.path)]
     if config.debug.load_rollouts is not None:
         inputs.append(("debug.load_rollouts", config.debug.load_rollouts))
+    if isinstance(config.checkpoint.resume, Path):
+        inputs.append(("checkpoint.resume", config.checkpoint.resume))
     inputs += [(key, Path(source)) for key, source, _ in _sources(config) if source and not is_generated(source)]
     for key, path in inputs:
         if path.exists() and path.resolve().is_relative_to(config.run.dir.resolve()):

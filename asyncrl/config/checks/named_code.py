@@ -65,9 +65,11 @@ class BuiltinAlgorithm:
 _OF_ALL = frozenset(
     {
         *("aggregation", "entropy_bonus", "truncated_weight", "overlong_tokens", "overlong_penalty"),
+        *("kl", "kl_coefficient", "kl_estimator", "reference", "reference_interval", "teacher", "teacher_weight"),
         *("old_logprobs", "correction", "correction_level", "correction_upper", "correction_lower"),
     }
 )
+_ROLES = frozenset({"reference", "reference_interval", "teacher"})
 _CLIPPED = _OF_ALL | {"clip_low", "clip_high", "dual_clip"}
 _OF_GROUPS = BuiltinAlgorithm(2, _CLIPPED | {"normalize_advantages"})
 
@@ -78,6 +80,7 @@ BUILTIN_ALGORITHMS: Mapping[str, BuiltinAlgorithm] = {
     "gspo": _OF_GROUPS,
     "gspo_token": _OF_GROUPS,
     "cispo": BuiltinAlgorithm(2, _OF_ALL | {"normalize_advantages", "ratio_max"}),
+    "distill": BuiltinAlgorithm(1, _CLIPPED),
     "rloo": BuiltinAlgorithm(2, _CLIPPED),
     "reinforce_pp": BuiltinAlgorithm(1, _CLIPPED),
     "reinforce_pp_baseline": BuiltinAlgorithm(2, _CLIPPED),
@@ -118,7 +121,7 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
     name = train.algorithm
     if ":" in name:
         yield from function_problems("train.algorithm", name)
-        for key in sorted(given.model_fields_set):
+        for key in sorted(given.model_fields_set - _ROLES):
             yield Problem(
                 f"algorithm.{key}", "is for the project's algorithms; set one of your own in [train.algorithm_args]"
             )
@@ -134,6 +137,12 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
         told = ", ".join(sorted(has)) or "none"
         for key in sorted(given.model_fields_set - has):
             yield Problem(f"algorithm.{key}", f"{name} has no such setting; it has {told}")
+    for key in ("reference", "teacher"):
+        path = getattr(given, key)
+        if path is not None and not (path / "config.json").is_file():
+            yield Problem(f"algorithm.{key}", f"{path} is no Hugging Face model directory (looked in {Path.cwd()})")
+    if given.teacher is None and ":" not in name and (given.teacher_weight or name == "distill"):
+        yield Problem("algorithm.teacher", "is not set; give the directory of the model to learn from")
     if given.correction_lower > given.correction_upper:
         yield Problem(
             "algorithm.correction_lower",

@@ -21,18 +21,16 @@ from asyncrl.config.checks.no_effect import settings_without_effect
 from asyncrl.config.checks.router_args import router_problems
 from asyncrl.config.checks.served import served_beside, served_problems
 from asyncrl.config.checks.staleness import least_staleness
+from asyncrl.config.concurrency import concurrency_of, files_for, most_requests, planned_engines
 from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
 from asyncrl.config.sections.data import DataConfig
+from asyncrl.errors import counted
 
 _LEAST_TEMPERATURE = 1e-6  # SGLang samples greedily below it
 _AGENT_GRACE_S = 30.0
 """From the signal that torchrun passes on to its ranks until it kills them."""
-_FILES_PER_REQUEST = 2
-"""Sockets of the router for a request in flight: one to the client, one to the engine."""
-_OTHER_FILES = 128
-"""What a router or a driver opens beside its requests; 30 to 60 counted."""
 
 
 def config_problems(config: Config, machine: Machine, facts: ModelFacts | None) -> list[Problem]:
@@ -168,10 +166,11 @@ def _staleness_problems(config: Config) -> Iterator[Problem]:
     if asked is not None and asked < least:
         yield Problem(
             "rollout.max_staleness",
-            f"{asked} cannot be kept: with {train.minibatches} * {train.batch_epochs} = {steps} optimizer step(s) for "
-            f"each batch (train.minibatches * train.batch_epochs) and a publication after every {interval} batch(es) "
-            f"(train.update_weights_interval), the last step before a publication is {steps} * {interval} - 1 = "
-            f"{least} step(s) ahead of the newest weights to sample from; use at least {least}",
+            f"{asked} cannot be kept: with {train.minibatches} * {train.batch_epochs} = "
+            f"{counted(steps, 'optimizer step')} for each batch (train.minibatches * train.batch_epochs) and "
+            f"{counted(interval, 'batch', 'batches')} for each publication (train.update_weights_interval), the last "
+            f"step before a publication is {steps} * {interval} - 1 = {counted(least, 'step')} ahead of the newest "
+            f"weights to sample from; use at least {least}",
         )
 
 
@@ -206,15 +205,17 @@ def _batch_problems(config: Config, machine: Machine) -> Iterator[Problem]:
         below, above = prompts - prompts % unit, prompts - prompts % unit + unit
         yield Problem(
             "rollout.prompts_per_step",
-            f"{prompts} prompts cannot be split evenly among {minibatches} minibatch(es) (train.minibatches) and "
-            f"{copies} data-parallel cop{'y' if copies == 1 else 'ies'} of the model ({machine.world_size} rank(s) / "
+            f"{counted(prompts, 'prompt')} cannot be split evenly among "
+            f"{counted(minibatches, 'minibatch', 'minibatches')} (train.minibatches) and "
+            f"{counted(copies, 'data-parallel copy', 'data-parallel copies')} of the model "
+            f"({counted(machine.world_size, 'rank')} / "
             f"train.tensor_parallel {config.train.tensor_parallel}); use {f'{below} or ' if below else ''}{above}",
         )
     if config.train.num_steps is None and config.data.size is not None and config.data.size < prompts:
         yield Problem(
             "data.size",
-            f"{config.data.size} prompts do not fill one batch of {prompts} (rollout.prompts_per_step), so an epoch "
-            "would have no step; raise it, or set train.num_steps",
+            f"{counted(config.data.size, 'prompt')} cannot fill one batch of {prompts} (rollout.prompts_per_step), so "
+            "an epoch would have no step; raise it, or set train.num_steps",
         )
 
 
@@ -234,12 +235,12 @@ def _length_problems(config: Config, facts: ModelFacts | None) -> Iterator[Probl
         if context is not None and length >= context:
             yield Problem(
                 key,
-                f"{length} response tokens leave no room for a prompt in a context of {context} tokens; use less than "
-                f"{context}",
+                f"responses of {counted(length, 'token')} leave no room for a prompt in a context of {context} tokens; "
+                f"use less than {context}",
             )
     # A sequence may fill a context that the user set. Without one, only the response and some prompt are known.
     longest = asked if asked is not None else response + 1
-    budget = config.train.max_tokens_per_microbatch
+    budget = config.train.packing_budget
     if budget < longest:
         yield Problem(
             "train.max_tokens_per_microbatch",
@@ -330,10 +331,10 @@ def _host_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             f"{config.run.stop_grace_s:g} s is too long: torchrun kills its ranks {_AGENT_GRACE_S:g} s after the "
             "signal; use less",
         )
-    concurrency = config.rollout.concurrency
-    needed = _FILES_PER_REQUEST * concurrency + _OTHER_FILES
+    concurrency = concurrency_of(config, planned_engines(config), machine.open_files)
+    needed = files_for(concurrency)
     if machine.open_files is not None and machine.open_files < needed and not config.debug.train_only:
-        most = max(1, (machine.open_files - _OTHER_FILES) // _FILES_PER_REQUEST)
+        most = most_requests(machine.open_files)
         yield Problem(
             "rollout.concurrency",
             f"{concurrency} requests in flight need {needed} open files in the router, and this machine allows a "

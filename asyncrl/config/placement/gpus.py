@@ -19,6 +19,7 @@ from asyncrl.config.machine import Machine
 from asyncrl.config.problems import Problems
 from asyncrl.config.root import Config
 from asyncrl.config.sections.inference import ServingConfig
+from asyncrl.errors import counted
 
 Share = tuple[Gpu, ...]
 """The GPUs of one engine, all on one node; empty on CPU."""
@@ -75,7 +76,7 @@ def gpus_for_trained(
         apart = ", each engine's on one node" if machine.nodes > 1 else ""
         problems.add(
             "engine.num_engines" if engine.num_engines else "engine.tensor_parallel",
-            f"{count} engine(s) of {size} GPU(s) need {count * size}{apart}, but {room} of the "
+            f"{counted(count, 'engine')} of {counted(size, 'GPU')} would take {count * size}{apart}, but {room} of the "
             f"{len(machine.all_gpus)} visible GPUs are free for engines (trainer ranks use {len(training)}); use "
             "fewer engines, a smaller engine.tensor_parallel, or fewer trainer ranks",
         )
@@ -83,8 +84,8 @@ def gpus_for_trained(
     if engine.gpus is not None and count * size != room:
         problems.add(
             "engine.gpus",
-            f"{list(engine.gpus)} names {room} GPUs, but {count} engine(s) of {size} GPU(s) use {count * size}; "
-            "list exactly those",
+            f"{list(engine.gpus)} names {counted(room, 'GPU')}, but {counted(count, 'engine')} of "
+            f"{counted(size, 'GPU')} would take {count * size}; list exactly those",
         )
         return []
     for i, share in enumerate(found[:count]):
@@ -170,8 +171,8 @@ def _named_problem(
     need = settings.num_engines * settings.tensor_parallel
     if len(set(named)) != need or len(named) != need:
         return (
-            f"{list(named)}, but {settings.num_engines} engine(s) of {settings.tensor_parallel} GPU(s) use {need} "
-            "different ones; list exactly those"
+            f"{list(named)}, but {counted(settings.num_engines, 'engine')} of "
+            f"{counted(settings.tensor_parallel, 'GPU')} would take {need} different ones; list exactly those"
         )
     return None
 
@@ -182,8 +183,8 @@ def _room_problem(settings: ServingConfig, machine: Machine, found: int, free: i
         return None
     need = settings.num_engines * settings.tensor_parallel
     return (
-        f"{settings.num_engines} engine(s) of {settings.tensor_parallel} GPU(s) need {need} of their own, but of the "
-        f"{len(machine.all_gpus)} visible GPUs {free} are left; use fewer, or leave it out"
+        f"{counted(settings.num_engines, 'engine')} of {counted(settings.tensor_parallel, 'GPU')} would take {need}, "
+        f"but of the {len(machine.all_gpus)} visible GPUs {free} are left; use fewer, or leave it out"
     )
 
 

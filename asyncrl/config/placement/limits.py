@@ -34,6 +34,12 @@ def machine_problems(config: Config, machine: Machine) -> Iterator[Problem]:
         )
     if config.engine.device not in ("auto", machine.device):
         yield Problem("engine.device", _DEVICE_MISMATCH[machine.device])
+    if config.train.optimizer_on_host and machine.device == "cuda" and config.model.dtype == "float32":
+        yield Problem(
+            "train.optimizer_on_host",
+            "needs weights in bfloat16 on the GPU: in float32 the GPU holds the very weights that are updated; leave "
+            "model.dtype at auto, or set train.optimizer_on_host = false",
+        )
 
 
 def trained_problems(

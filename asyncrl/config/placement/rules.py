@@ -39,7 +39,7 @@ from asyncrl.config.placement.limits import machine_problems, trained_problems, 
 from asyncrl.config.placement.threads import threads_on_cpu
 from asyncrl.config.problems import InvalidConfigError, Problems
 from asyncrl.config.root import Config
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, counted
 
 HOSTED = (DRIVER_NODE,)
 """Nodes on which a job can start processes. Rank 0 starts the host of its own node; other nodes have none yet."""
@@ -116,7 +116,7 @@ def place_another(config: Config, layout: ProcessLayout, engine_id: str, taken: 
         if layout.colocated:
             reason = "the others share GPUs with the trainer and get weights in place"
         raise EngineError(
-            f"{engine_id} needs {size} GPU(s) of its own: {reason} (engines that were stopped keep theirs)"
+            f"{engine_id} needs {counted(size, 'GPU')} of its own: {reason} (engines that were stopped keep theirs)"
         )
     return _trained_engine(config, layout.gpu_names, engine_id, found[0])
 

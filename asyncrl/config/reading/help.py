@@ -16,13 +16,16 @@ from rich.text import Text
 from asyncrl.config.reading.schema import FieldSpec, fields
 
 _USAGE = """\
-usage: {program} [@ RECIPE.toml ...] [--SECTION.KEY VALUE ...] [--dry-run] [--help]
+usage: {program} [@ RECIPE.toml ...] [--SECTION.KEY VALUE ...] [--dry-run [--as MACHINE]] [--help]
 
 Later files win over earlier ones, options over files. Dashes and underscores are the same. `none` unsets what may be
 unset; lists take several values (--rollout.stop A B) or a literal ([1, 2]); a table takes --TABLE.NAME VALUE or
 a literal ({name = 1}). A value that starts with @ or -- is written --SECTION.KEY=VALUE.
 
-  --dry-run   print the resolved configuration with the origin of each value, and the process layout; start nothing
+  --dry-run   print the resolved configuration with the origin of each value, the process layout, and the memory that
+              each process needs; start nothing, and refuse what does not fit
+  --as 8x80GB, --as 8xH100, --as 2x8x80GB   with --dry-run: plan for that machine; config.json and tokenizer of the
+              model are enough. --nproc-per-node N: trainer ranks on each node, as torchrun would start them
   --help, -h  print this
 """
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
+from asyncrl.config.memory.needs import JobMemory
 from asyncrl.config.root import Config
 
 
@@ -21,3 +22,7 @@ class LoadedConfig:
     layout: ProcessLayout
     warnings: tuple[str, ...] = ()
     """What the user should know about it, one sentence each."""
+    memory: JobMemory | None = None
+    """What the job needs of each device; None where the model's shape is not known."""
+    planned: str | None = None
+    """The machine of `--as`, for which a dry run plans in place of this one."""

@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from asyncrl.config.checks.inputs import input_problems, read_model_facts
 from asyncrl.config.checks.validation import config_problems, config_warnings
 from asyncrl.config.machine import Machine, rank_of
+from asyncrl.config.memory.planned import MOST_GPUS, planned_machine
+from asyncrl.config.memory.sized import sized_job
 from asyncrl.config.placement.rules import derive_layout
 from asyncrl.config.problems import InvalidConfigError, Problem, Problems
 from asyncrl.config.reading.layers import Layers, redacted_entries
@@ -28,6 +30,8 @@ from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.redaction import shown
 from asyncrl.config.reading.schema import FieldSpec, KeyPath, spec_of, table_of
 from asyncrl.config.root import Config
+
+_AS, _RANKS = "--as", "--nproc-per-node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class CommandLine:
     """`--key` and the values that follow it, in order."""
     dry_run: bool
     help: bool
+    plan: tuple[str | None, int | None]
+    """`--as` and `--nproc-per-node`: a machine to plan for in place of this one, and trainer ranks on each node."""
     problems: tuple[Problem, ...]
 
 
@@ -55,7 +61,7 @@ def load_config(argv: Sequence[str], *, dry_check: Callable[[LoadedConfig], None
 
             print_help(sys.stdout)
         raise SystemExit(0)
-    loaded = resolve(line, Machine.detect())
+    loaded = resolve(line, Machine.detect(), dry_run=line.dry_run)
     if loaded.machine.rank == 0:
         for warning in loaded.warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -100,17 +106,44 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
                 f"; did you mean @ {token}?" if token.endswith(".toml") else "; options are written --section.key value"
             )
             problems.add(token, f"unexpected argument{hint}")
+    plan = _plan(options, problems, dry_run="--dry-run" in switches)
     return CommandLine(
         files=tuple(files),
         options=tuple(options),
         dry_run="--dry-run" in switches,
         help=bool(switches & {"-h", "--help"}),
+        plan=plan,
         problems=tuple(problems),
     )
 
 
-def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
-    """Reads, merges and checks everything. Raises InvalidConfigError with all problems."""
+def _plan(
+    options: list[tuple[str, tuple[str, ...]]], problems: Problems, *, dry_run: bool
+) -> tuple[str | None, int | None]:
+    """Takes the options that are no settings out of `options`."""
+    found: dict[str, str] = {}
+    for option, values in [*options]:
+        name = option.replace("_", "-")
+        if name in (_AS, _RANKS):
+            options.remove((option, values))
+            found[name] = values[0] if len(values) == 1 else ""
+    ranks = found.get(_RANKS)
+    if found.get(_AS) == "":
+        problems.add(_AS, "needs a machine: --as 8x80GB, --as 8xH100, --as 2x8x80GB")
+    if ranks is not None and not (ranks.isdecimal() and 1 <= int(ranks) <= MOST_GPUS):
+        problems.add(_RANKS, "needs the number of trainer ranks on a node")
+    elif ranks is not None and _AS not in found:
+        problems.add(_RANKS, f"is an option of torchrun; here it goes with {_AS} alone, a machine that is not here")
+    elif found and not dry_run:
+        problems.add(_AS, "plans for a machine that is not here; give --dry-run too")
+    return (None, None) if problems else (found.get(_AS), None if ranks is None else int(ranks))
+
+
+def resolve(line: CommandLine, machine: Machine, *, dry_run: bool = False) -> LoadedConfig:
+    """Reads, merges and checks everything. Raises InvalidConfigError with all problems.
+
+    `dry_run`: nothing will be started, so that an estimate of the memory is enough to refuse.
+    """
     layers = Layers(problems=Problems(line.problems))
     for name in line.files:
         layers.add_file(name)
@@ -119,7 +152,13 @@ def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
     problems = layers.problems
     problems += redacted_entries(layers.entries)
     config = build_config(layers)
+    written, ranks = line.plan
+    if written is not None:
+        machine = planned_machine(written, ranks, machine, config)
     layout, checks = derive_layout(config, machine)
+    sized = None if layout is None else sized_job(config, layout, machine, dry_run=dry_run)
+    if sized is not None:
+        config, checks = sized.config, Problems([*checks, *sized.problems])
     if not line.problems and not layers.incomplete:
         checks += config_problems(config, machine, read_model_facts(config.model.path))
         checks += input_problems(config)
@@ -130,7 +169,15 @@ def resolve(line: CommandLine, machine: Machine) -> LoadedConfig:
                 problems.add(p.key, p.text, layers.source(tuple(p.key.split("."))))
     if problems or layout is None:
         raise InvalidConfigError(problems)
-    return LoadedConfig(config, _sources(config, layers), machine, layout, tuple(config_warnings(config)))
+    return LoadedConfig(
+        config,
+        _sources(config, layers) | (sized.sources if sized is not None else {}),
+        machine,
+        layout,
+        warnings=tuple(config_warnings(config)),
+        memory=sized.memory if sized is not None else None,
+        planned=written,
+    )
 
 
 def _is_option(token: str) -> bool:

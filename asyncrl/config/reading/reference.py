@@ -25,8 +25,10 @@ A run is described by TOML files and options; later files win over earlier ones,
   files, or a literal (`--data.args '{max_terms = 3}'`), which replaces them.
 - A value that starts with `@` or `--` is written with an equals sign: `--rollout.stop=--`.
 - Relative paths are relative to the current directory, not to the file that names them.
-- `--dry-run` prints the resolved configuration with the origin of each value, and the process layout, and starts
-  nothing. `--help` prints this table.
+- `--dry-run` prints the resolved configuration with the origin of each value, the process layout, and the memory that
+  each process needs. It starts nothing, and refuses what does not fit. With `--as 8x80GB` (or `8xH100`, or `2x8x80GB`
+  for nodes) it plans for a machine that is not here: of the model it needs config.json and tokenizer alone.
+  `--nproc-per-node` then says how many trainer ranks a node has, as torchrun's option does. `--help` prints this table.
 
 All problems of a configuration are listed together, and nothing starts before there are none.
 """

@@ -1,4 +1,7 @@
-"""The report of a dry run: which process would run where, and every value with its origin. It is a valid TOML file."""
+"""The report of a dry run: which process would run where with how much memory, and every value with its origin.
+
+It is a valid TOML file.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,34 @@ from collections.abc import Sequence
 
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
+from asyncrl.config.memory.table import memory_lines
 from asyncrl.config.placement.gpus import by_node
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.toml import config_toml
 from asyncrl.config.root import Config
+from asyncrl.errors import counted
 
 
 def dry_run_report(loaded: LoadedConfig) -> str:
-    """The process layout as comments, then the resolved configuration as TOML."""
+    """The process layout and its memory as comments, then the resolved configuration as TOML."""
     lines = ["dry run: nothing was started", "", *layout_lines(loaded.config, loaded.layout, loaded.machine)]
+    if loaded.memory is not None:
+        lines += ["", *memory_lines(loaded.memory)]
+    if loaded.planned is not None:
+        nodes = f"--nnodes {loaded.machine.nodes} " if loaded.machine.nodes > 1 else ""
+        start = f"torchrun {nodes}--nproc-per-node {loaded.machine.local_world_size}"
+        lines += ["", f"planned for {loaded.planned}, which is not this machine: there, start with {start}"]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{comments}\n{config_toml(loaded.config, loaded.sources)}"
 
 
 def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> list[str]:
     """One line for each process of the job."""
-    kind = f"{len(machine.all_gpus)} GPU(s)" if layout.device == "cuda" else "CPU"
+    kind = counted(len(machine.all_gpus), "GPU") if layout.device == "cuda" else "CPU"
     kind += f" of {layout.nodes} nodes" if layout.nodes > 1 else ""
     shape = f"{layout.data_parallel} data x {layout.tensor_parallel} tensor parallel"
-    ranks = f"{len(layout.trainers)} trainer rank(s), {shape}"
-    lines = [f"process layout on {kind}, {layout.dtype}: {ranks}; {len(layout.engines)} engine(s)"]
+    ranks = f"{counted(len(layout.trainers), 'trainer rank')}, {shape}"
+    lines = [f"process layout on {kind}, {layout.dtype}: {ranks}; {counted(len(layout.engines), 'engine')}"]
 
     def add(name: str, node: int, gpus: Sequence[int], what: str, *, with_node: bool = layout.nodes > 1) -> None:
         place = "GPU " + ",".join(map(str, gpus)) if gpus else "CPU"
@@ -64,7 +75,7 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
         for engine in served.engines:
             add(engine.engine_id, engine.node, engine.gpus, f"tensor parallel {engine.tensor_parallel}, {what}")
     if layout.rewards.workers:
-        add("rewards", layout.rewards.node, (), f"{layout.rewards.workers} worker(s)")
+        add("rewards", layout.rewards.node, (), counted(layout.rewards.workers, "worker"))
     for node, indices in by_node(layout.unused_gpus).items():
         where = f"node {node} " if layout.nodes > 1 else ""
         lines.append(f"  unused: {where}GPU {', '.join(map(str, indices))}")
@@ -72,7 +83,7 @@ def layout_lines(config: Config, layout: ProcessLayout, machine: Machine) -> lis
 
 
 def _threads(layout: ProcessLayout) -> str:
-    """`2 thread(s) (1 where both work at once)`."""
+    """`2 threads (1 where both work at once)`."""
     return _in_turn_or_not([layout.trainer_threads(overlaps=overlaps) for overlaps in (False, True)], layout)
 
 
@@ -83,4 +94,5 @@ def _engine_threads(layout: ProcessLayout, engine_id: str) -> str:
 def _in_turn_or_not(counts: Sequence[int | None], layout: ProcessLayout) -> str:
     in_turn, overlapping = counts
     also = f" ({overlapping} where both work at once)" if layout.engines and overlapping != in_turn else ""
-    return f"{in_turn} thread(s){also}"
+    assert in_turn is not None, "it is told where threads are chosen"
+    return counted(in_turn, "thread") + also

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from asyncrl.config.sections.base import Section
+
+REFERENCE = "reference"
+"""The role of a model that the policy is held close to."""
+TEACHER = "teacher"
+"""The role of a model that the policy learns from."""
 
 
 class AlgorithmConfig(Section):
@@ -61,6 +67,28 @@ class AlgorithmConfig(Section):
     correction_lower: float = Field(default=0.0, ge=0)
     """Lower bound of a weight."""
 
+    kl: Literal["off", "loss", "reward"] | None = None
+    """Holds the policy close to a reference: a term of each token's loss, or taken off the reward of a sample."""
+
+    kl_coefficient: float | None = Field(default=None, ge=0)
+    """What the KL divergence is multiplied by (0.001)."""
+
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None
+    """How it is estimated (k3); docs/algorithms.md."""
+
+    reference: Path | None = None
+    """Model of the reference; none is the policy before the first step, after a warm-up."""
+
+    reference_interval: int | None = Field(default=None, ge=1)
+    """Steps after which the reference becomes the policy of that time, again and again; none: it stays."""
+
+    teacher: Path | None = None
+    """Model of the teacher, with the vocabulary of the trained one."""
+
+    teacher_weight: float | None = Field(default=None, ge=0)
+    """Weight of the teacher's log-prob less the engine's in the advantage of a token (distill: 1, others: 0)."""
+
     def given(self) -> dict[str, Any]:
-        """The settings that are given, by name; those of the correction not among them."""
-        return {name: v for name, v in self if v is not None and not name.startswith("correction")}
+        """The settings of the loss that are given, by name; those of the correction not among them."""
+        models = ("reference", "reference_interval", "teacher")
+        return {n: v for n, v in self if v is not None and not n.startswith("correction") and n not in models}

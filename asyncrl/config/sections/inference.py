@@ -175,8 +175,9 @@ class WeightsConfig(Section):
     transport: Literal["auto", "broadcast", "tensor", "disk"] = "auto"
     """auto: tensor handover where an engine shares the trainer's GPU, else broadcast (NCCL on GPU, gloo on CPU)."""
 
-    bucket_mib: int = Field(default=64, ge=1)
-    """Size of one transfer bucket in MiB."""
+    bucket_mib: int | None = Field(default=None, ge=1)
+    """Size of one transfer bucket in MiB. none: 64 on CPU; on GPUs what makes about 30 buckets of the model, between 64
+    and 512, and at most a 128th of the GPU's memory."""
 
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for one bucket; past it the peer counts as hung."""

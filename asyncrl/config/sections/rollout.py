@@ -38,8 +38,9 @@ class RolloutConfig(Section):
     ignore_eos: bool = False
     """Always sample max_new_tokens tokens. (The engine then ignores all stop tokens too.)"""
 
-    concurrency: int = Field(default=256, ge=1)
-    """Requests in flight at once. Each takes two open files of the router."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Requests in flight at once, each of which takes two open files of the router. none: for each engine that serves,
+    external ones too, engine.max_running_requests, or 256 where that is none; at most what open files allow."""
 
     adaptive_concurrency: bool = False
     """Keep fewer than that in flight while engines queue requests or run out of KV memory: fewer when an engine is

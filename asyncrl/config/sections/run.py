@@ -20,8 +20,8 @@ class RunConfig(Section):
 
     if_exists: Literal["error", "new", "overwrite", "resume"] = "error"
     """When the directory already holds a run: refuse, take the next free name (run-2, run-3, ...), erase the old
-    run, or resume it: go on from its newest checkpoint (`checkpoint.resume`), or from the start if it has none. A run
-    that ended before its first step and left only logs is always replaced."""
+    run as soon as the new one has trained a step, or resume it: go on from its newest checkpoint (`checkpoint.resume`),
+    or from the start if it has none. A run that ended before its first step and left only logs is always replaced."""
 
     export: bool = True
     """Write a Hugging Face export of the final policy into the run directory."""

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from asyncrl.config.sections.base import Section
 
+DEFAULT_TOKENS = 8192
+"""Packing budget where nothing says how much memory there is."""
+
 
 class TrainConfig(Section):
     """One step of training."""
@@ -63,8 +66,10 @@ class TrainConfig(Section):
     update_weights_interval: int = Field(default=1, ge=1)
     """Rollout batches from one publication of the weights to the next, in train_async.py; train.py publishes each."""
 
-    max_tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Packing budget of one forward pass, in tokens, per rank."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Packing budget of one forward pass, in tokens, per rank. none: 8192 on CPU. On GPUs what the estimate of
+    --dry-run finds room for: at most 32768, and at least the longest sequence, which is model.context_length where that
+    is set; 8192 where the model is not there yet (model.builder)."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A NaN or infinite loss or gradient stops the run (batch saved), or skips that optimizer step. Weights that
@@ -72,6 +77,15 @@ class TrainConfig(Section):
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one copy of the model; the other ranks are data parallel."""
+
+    recompute: Literal["none", "mlp", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the feed-forward network of each layer, or
+    each whole layer. Less memory for activations, more time; losses and gradients do not change."""
+
+    optimizer_on_host: bool = False
+    """Adam's moments, and the weights in the precision of their updates, lie in host memory and are updated there: on a
+    GPU in bfloat16. Of 18 bytes a parameter 6 stay on the GPUs; the host holds 16. Slower: one thread updates about a
+    billion parameters a second (OMP_NUM_THREADS)."""
 
     seed: int = 1234
     """Seed of the trainer."""
@@ -82,6 +96,11 @@ class TrainConfig(Section):
 
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
+
+    @property
+    def packing_budget(self) -> int:
+        """`max_tokens_per_microbatch`; where it is unset, and nothing else was found out, `DEFAULT_TOKENS`."""
+        return self.max_tokens_per_microbatch or DEFAULT_TOKENS
 
     @property
     def optimizer_steps_per_batch(self) -> int:

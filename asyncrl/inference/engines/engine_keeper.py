@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.data.fleet import EngineState
-from asyncrl.errors import EngineError, HostLostError
+from asyncrl.errors import EngineError, HostLostError, counted
 from asyncrl.host import HostedProcess, ProcessExit
 from asyncrl.inference.engines.engine import ManagedEngine
 from asyncrl.inference.engines.exits import describe_exit, last_lines
@@ -69,7 +69,7 @@ class EngineKeeper(Keeper):
             if delay_s is None:
                 self._give_up(restarts, str(failure))
                 raise EngineError(
-                    f"{self.engine.engine_id} is not started again: it was {restarts} times within "
+                    f"{self.engine.engine_id} is not started again: it was {counted(restarts, 'time')} within "
                     f"{policy.window_s:g} s (engine.max_restarts, engine.restart_window_s). The last time: {failure}"
                 )
             self.context.events.emit(

@@ -28,7 +28,7 @@ import structlog
 from asyncrl.config.arguments.argument_list import argument_list
 from asyncrl.config.checks.engine_args import PACKAGE
 from asyncrl.data.fleet import EngineState
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, counted
 from asyncrl.inference.engines.engine import ManagedEngine, reason_of
 from asyncrl.inference.engines.health import watch_health
 from asyncrl.inference.engines.keeper import Keeper, KeeperContext
@@ -121,7 +121,7 @@ class ExternalKeeper(Keeper):
                     ProcessGivenUp(name=self.engine.engine_id, restarts=restarts, reason=str(failure))
                 )
                 raise EngineError(
-                    f"{self.engine.engine_id} is not taken back: it joined anew {restarts} times within "
+                    f"{self.engine.engine_id} is not taken back: it joined anew {counted(restarts, 'time')} within "
                     f"{policy.window_s:g} s (engine.max_restarts, engine.restart_window_s). The last time: "
                     f"{failure}"
                 )

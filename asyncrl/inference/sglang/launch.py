@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.checks.engine_args import engine_arguments
+from asyncrl.config.environment import nccl_settings, without_expandable_segments
 from asyncrl.config.layout import Device, DType, EnginePlacement
+from asyncrl.config.memory.engine import COLOCATED_MEMORY_FRACTION, CPU_MAX_TOTAL_TOKENS
 from asyncrl.config.sections.inference import EngineConfig, RouterConfig, ServingConfig
 from asyncrl.inference.engines.ports import EnginePorts
 from asyncrl.inference.sglang.cpu_platform import PLATFORM_NAME
 
-_CPU_MAX_TOTAL_TOKENS = 65536
 _CPU_MAX_RUNNING_REQUESTS = 128
-_COLOCATED_MEMORY_FRACTION = 0.6
-"""Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
 _DAY_S = 86400
 _ENGINE_KEEP_ALIVE_S = 600
 
@@ -52,16 +51,17 @@ def engine_argv(
         "context_length": context_length,
         "skip_server_warmup": True,
         "log_level_http": "warning",
+        # An idle scheduler spins at more than half a core without it. Where ranks of attention take turns with each
+        # other at every step, one that sleeps would hold the others up.
+        "sleep_on_idle": not config.server_args.get("enable_dp_attention"),
     }
     if device == "cpu":
-        arguments["max_total_tokens"] = config.max_total_tokens or _CPU_MAX_TOTAL_TOKENS
+        arguments["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
         arguments["max_running_requests"] = config.max_running_requests or _CPU_MAX_RUNNING_REQUESTS
-        # An idle scheduler spins at more than half a core without it.
-        arguments["sleep_on_idle"] = True
         arguments["grammar_backend"] = "none"
     if placement.colocated:
         arguments["enable_memory_saver"] = True
-        arguments["mem_fraction_static"] = _COLOCATED_MEMORY_FRACTION
+        arguments["mem_fraction_static"] = COLOCATED_MEMORY_FRACTION
     arguments |= config.server_args
     denied = [name for name, value in config.server_args.items() if value is False and _is_negatable(name)]
     denials = ["--no-" + name.replace("_", "-") for name in denied]
@@ -75,9 +75,15 @@ def _is_negatable(name: str) -> bool:
 
 
 def engine_environment(
-    placement: EnginePlacement, *, threads: int | None, cores: tuple[int, ...], scratch: Path | None
+    config: EngineConfig | ServingConfig,
+    placement: EnginePlacement,
+    environ: Mapping[str, str],
+    *,
+    threads: int | None,
+    cores: tuple[int, ...],
+    scratch: Path | None,
 ) -> dict[str, str]:
-    """Variables of an engine's environment on top of the host's.
+    """Variables of an engine's environment on top of the host's; `environ` is that of the job.
 
     On CPU each rank computes with so many `threads` (None: an engine on GPUs) on `cores`. Its sockets and temporary
     files lie in `scratch`, so that they go with it. None: in the machine's directory, as on GPUs, where compile caches
@@ -99,7 +105,13 @@ def engine_environment(
     if placement.colocated:
         # Without it the engine keeps the memory of its CUDA graphs when it is told to release them.
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
-    if threads is not None:
+    if threads is None:
+        environment |= nccl_settings(environ, config.server_args)
+        if placement.colocated:  # the memory saver refuses them
+            environment |= without_expandable_segments(environ)
+        if "GPU-" in environ.get("CUDA_VISIBLE_DEVICES", ""):  # the indices that stand for UUIDs are the driver's
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    else:
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
             "OMP_NUM_THREADS": str(threads),

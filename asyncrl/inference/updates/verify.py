@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from asyncrl.errors import counted
 from asyncrl.inference.sglang.engine_api import Checksums
 
 _SHOWN = 5
@@ -57,7 +58,7 @@ def _disagreement_of_peers(checksums: Mapping[str, Checksums]) -> dict[str, tupl
 def differing(reference: Checksums, actual: Checksums) -> tuple[str, ...]:
     """Tensors in which `actual` differs from `reference`, missing ones included."""
     if len(reference) != len(actual):
-        return (f"{len(actual)} ranks instead of {len(reference)}",)
+        return (f"{counted(len(actual), 'rank')} instead of {len(reference)}",)
     names: set[str] = set()
     for expected, found in zip(reference, actual, strict=True):
         every = expected.checksums.keys() | found.checksums.keys()

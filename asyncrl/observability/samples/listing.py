@@ -12,7 +12,7 @@ from typing import Any, Literal, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.errors import RunDirectoryError
+from asyncrl.errors import RunDirectoryError, counted
 from asyncrl.observability.line_file import read_lines
 from asyncrl.observability.samples.log import OLDER_SAMPLES_FILE, SAMPLES_FILE, Kind
 from asyncrl.observability.text_plots import figure
@@ -79,7 +79,7 @@ def sample_text(record: dict[str, Any]) -> Text:
     reward = "no reward" if record["reward"] is None else f"reward {figure(record['reward'])}"
     when = f"evaluation after step {record['step']}" if record["kind"] == "eval" else f"step {record['step']}"
     reason = "cut off" if record["finish_reason"] == "length" else record["finish_reason"]
-    ended = f"{record['tokens']} tokens, {reason}"
+    ended = f"{counted(record['tokens'], 'token')}, {reason}"
     versions: Sequence[str] = record["versions"]
     weights = f"weights {' then '.join(versions)}" if versions else ""
     head = "  ".join(part for part in (when, record["prompt_id"], reward, ended, weights, record["sample_id"]) if part)

@@ -1,4 +1,8 @@
-"""The trackers that have a name. Each imports its package when it is made, in its own process."""
+"""The trackers that have a name. Each imports its package when it is made, in its own process.
+
+A resumed run trains the steps after its checkpoint again. TensorBoard hides the former ones. The others cannot take a
+row back (the rewind of wandb is a preview, and refuses a step metric), so each of their rows names its attempt.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +62,14 @@ class WandbSink:
             "settings": wandb.Settings(console="off"),
         }
         self._run = wandb.init(**defaults | args)
+        self._attempt = run.attempt
         # A resumed run trains some steps again, and wandb refuses to go back in its own count of steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """One row, with the step as a column."""
-        self._run.log({"step": step, **metrics})
+        """One row, with the step and the attempt as columns."""
+        self._run.log({"step": step, "attempt": self._attempt, **metrics})
 
     def finish(self) -> None:
         """Sends the rest."""
@@ -86,10 +91,11 @@ class TrackioSink:
             "embed": False,
         }
         self._run = trackio.init(**defaults | args)
+        self._attempt = run.attempt
 
     def log(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """One row."""
-        self._run.log(dict(metrics), step=step)
+        """One row, with the attempt as a column."""
+        self._run.log({"attempt": self._attempt, **metrics}, step=step)
 
     def finish(self) -> None:
         """Writes the rest."""

@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 
@@ -104,9 +104,14 @@ async def look(
     slots: Slots,
     policy: ConcurrencyPolicy | None,
     *,
+    most: Callable[[int], int],
     on_lowered: Callable[[ConcurrencyLowered], None],
 ) -> None:
-    """Looks at the engines until cancelled: tells `meter`, and keeps the limit of `slots` as `policy` says."""
+    """Looks at the engines until cancelled: tells `meter`, and keeps the limit of `slots`.
+
+    It is `most` of the number of engines that the router names: engines may come and go while a job runs. Below that it
+    is as `policy` says, where there is one.
+    """
     while True:
         pauses = clock.pauses
         await anyio.sleep(INTERVAL_S)
@@ -115,9 +120,13 @@ async def look(
         loads = await engines.loads()
         if not clock.paused:
             meter.add(loads)
-        if policy is None or clock.pauses != pauses:
+        if clock.pauses != pauses or not engines.known:
             continue
-        before = slots.limit
-        slots.limit, reason = policy.after(before, slots.in_use, loads)
+        together, before = most(engines.known), slots.limit
+        if policy is None:
+            slots.limit = together
+            continue
+        current = replace(policy, least=min(policy.least, together), most=together)
+        slots.limit, reason = current.after(min(before, together), slots.in_use, loads)
         if reason is not None and slots.limit < before:
             on_lowered(ConcurrencyLowered(limit=slots.limit, previous=before, reason=reason))

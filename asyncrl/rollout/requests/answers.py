@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from asyncrl.data.fleet import read_stamp
 from asyncrl.data.sample import FinishReason, VersionSpan
+from asyncrl.errors import counted
 from asyncrl.rollout.requests.retry import RequestFault
 from asyncrl.rollout.requests.wire import Generation, SamplingParams
 
@@ -160,11 +161,13 @@ def _generation(answer: _Answer[int], asked: Asked) -> Generation:
     if meta.id != asked.rid:
         raise _malformed(Defect.FOREIGN, f"{meta.id[:_MAX_DETAIL]!r} instead of {asked.rid!r}", engine)
     if not 0 < len(tokens) <= most:
-        raise _malformed(Defect.LENGTH, f"{len(tokens)} tokens with log-probs, at most {most} were asked for", engine)
+        raise _malformed(
+            Defect.LENGTH, f"{counted(len(tokens), 'token')} with log-probs, at most {most} were asked for", engine
+        )
     ids = [token.id for token in tokens]
     # Bytes as the engine writes them, in nearly every answer: to compare them costs less than to decode them.
     if bytes(answer.output_ids) != _ENCODER.encode(ids) and _ints(answer.output_ids) != ids:
-        raise _malformed(Defect.IDS, f"{len(ids)} tokens with log-probs", engine)
+        raise _malformed(Defect.IDS, f"{counted(len(ids), 'token')} with log-probs", engine)
     output_ids = np.frombuffer(struct.pack(f"<{len(ids)}i", *ids), "<i4")  # three times as fast as numpy on a list
     if (wrong := _wrong_end(meta.finish_reason, output_ids, asked.sampling)) is not None:
         raise _malformed(Defect.END, wrong, engine)

@@ -94,6 +94,11 @@ class EngineQueries:
         """Closes the connections. Idempotent."""
         await self._session.close()
 
+    @property
+    def known(self) -> int:
+        """How many engines the router named when it answered last."""
+        return len(self._engines)
+
     async def engines(self) -> tuple[str, ...]:
         """Urls of the engines that the router knows, or knew when it answered last."""
         raw = await self._call("GET", self._router_url, "/workers", headers=key_headers(await self._key()))

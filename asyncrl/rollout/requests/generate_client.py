@@ -96,8 +96,6 @@ class RequestOptions:
 
     vocab_size: int
     """Token ids of an answer are below it."""
-    concurrency: int
-    """Connections at most."""
     timeout_s: float
     """Longest wait for one answer, by the clock of the engines."""
     retry: RetryPolicy
@@ -162,7 +160,7 @@ class GenerateClient:
         self._failed_attempts: Counter[RequestFault] = Counter()
         self._malformed: Counter[tuple[Defect, str]] = Counter()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=options.concurrency, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )

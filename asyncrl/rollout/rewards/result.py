@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.errors import counted
+
 RewardScope = Literal["sample", "group"]
 """What one call of a reward function scores: one sample, or all samples of a group. As in `reward.scope`."""
 
@@ -101,7 +103,7 @@ def judge_results(value: Any, samples: int) -> tuple[Score, ...]:
     results = list(islice(value, samples + 1))
     if len(results) != samples:
         found = f"{len(results)}" if len(results) < samples else f"more than {samples}"
-        return failed(samples, f"the reward function returned {found} numbers for {samples} samples")
+        return failed(samples, f"the reward function returned {found} numbers for {counted(samples, 'sample')}")
     return tuple(Score(None, ABSTAINED) if result is None else judge_result(result) for result in results)
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.data.sample import Sample, SampleGroup
-from asyncrl.errors import RewardError, RolloutError
+from asyncrl.errors import RewardError, RolloutError, counted
 from asyncrl.rollout.rewards.result import is_fault
 
 _MIN_DROPS = 8  # groups that one batch may lose even when it is small
@@ -65,8 +65,8 @@ class Collection:
             return None
         common, count = self.reasons.most_common(1)[0]
         return RolloutError(
-            f"{self.dropped} prompt groups failed while a batch of {self.wanted} was gathered; "
-            f"most often ({count} times): {common}; the first failure: {self.failure}; "
+            f"{counted(self.dropped, 'prompt group')} failed while a batch of {self.wanted} was gathered; "
+            f"most often ({counted(count, 'time')}): {common}; the first failure: {self.failure}; "
             "see logs/ and events.jsonl in the run directory"
         )
 
@@ -76,8 +76,9 @@ class Collection:
         if self.filtered <= self.max_filtered:
             return None
         return RolloutError(
-            f"rollout.filters took out {self.filtered} prompt groups while a batch of {self.wanted} was gathered; the "
-            f"last reason: {reason}. The task is too easy or too hard for this policy, or a filter too strict"
+            f"rollout.filters took out {counted(self.filtered, 'prompt group')} while a batch of {self.wanted} was "
+            f"gathered; the last reason: {reason}. The task is too easy or too hard for this policy, or a filter too "
+            "strict"
         )
 
 

@@ -6,11 +6,12 @@ from collections.abc import Collection
 
 import msgspec
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, counted
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Raised when a reader of the former number could not read the directory. 1 had no roles."""
+FORMAT = 3
+"""Raised when a reader of the former number could not read the directory. 1 had no roles; 2 had shards that the layout
+which wrote them could read alone."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -28,8 +29,7 @@ class SavedLayout(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         data_parallel = self.ranks // self.tensor_parallel
-        noun = "rank" if self.ranks == 1 else "ranks"
-        return f"{self.ranks} {noun} (tensor parallel {self.tensor_parallel}, data parallel {data_parallel})"
+        return f"{counted(self.ranks, 'rank')} (tensor parallel {self.tensor_parallel}, data parallel {data_parallel})"
 
 
 class SavedTensor(msgspec.Struct, frozen=True):
@@ -90,14 +90,4 @@ def check_roles(manifest: Manifest, roles: Collection[str], where: object) -> No
         raise CheckpointError(
             f"{where} holds the roles {saved}, and this job has {wanted}; begin anew from its weights: "
             f"model.path = {where}/model and checkpoint.resume = never"
-        )
-
-
-def check_layout(manifest: Manifest, layout: SavedLayout, where: object) -> None:
-    """Raises CheckpointError unless the job has the layout of the ranks that wrote the checkpoint."""
-    if manifest.layout != layout:
-        raise CheckpointError(
-            f"{where} was written by {manifest.layout}, and this job has {layout}: optimizer shards are read by the "
-            f"layout that wrote them. Start it with --nproc-per-node and train.tensor_parallel as before, or begin "
-            f"anew from its weights: model.path = {where}/model and checkpoint.resume = never"
         )

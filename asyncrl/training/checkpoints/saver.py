@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -118,18 +118,21 @@ class CheckpointSaver:
         try:
             found = await self._on_disk(
                 "checkpoints",
-                lambda: resume_from(self._root, where, self._layout, first_attempt=began),
+                lambda: resume_from(self._root, where, first_attempt=began),
                 self._settings.timeout_s,
             )
         except TimeoutError as error:
             raise CheckpointError(
                 f"{self._root}: {error}; the disk hangs, or checkpoint.timeout_s is too short"
             ) from None
-        if found is not None:
-            check_roles(found.manifest, roles, found.path)
-        if found is not None and found.config is not None and (changed := changed_settings(found.config, self._config)):
+        if found is None:
+            return None
+        check_roles(found.manifest, roles, found.path)
+        if found.config is not None and (changed := changed_settings(found.config, self._config)):
             _log.warning("training goes on under other settings than those of its checkpoint", changed=changed)
-        return found
+        if found.manifest.layout == self._layout:
+            return found
+        return replace(found, other_layout=f"written by {found.manifest.layout}, read by {self._layout}")
 
     async def save(
         self,

@@ -11,9 +11,13 @@ from asyncrl.config.reading.redaction import shown
 from asyncrl.config.reading.toml import config_toml
 
 _SAME_TRAINING = frozenset(
-    f"train.{name}" for name in ("max_tokens_per_microbatch", "tensor_parallel", "init_timeout_s", "step_timeout_s")
+    f"train.{name}"
+    for name in (
+        *("max_tokens_per_microbatch", "tensor_parallel", "recompute", "optimizer_on_host"),
+        *("init_timeout_s", "step_timeout_s"),
+    )
 )
-"""Settings that change how a step is computed, not its result. Another number of ranks is refused anyway."""
+"""Settings that change how a step is computed, not its result. `CheckpointSaver` tells another layout."""
 
 _TOLD = (
     *("train.", "algorithm.", "data.", "eval.data.", "model.path", "model.dtype"),

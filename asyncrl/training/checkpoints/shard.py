@@ -11,13 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.files import write_bytes, write_tensors
 from asyncrl.training.checkpoints.manifest import FileRecord
+from asyncrl.training.checkpoints.slices import Piece
 from asyncrl.training.models.model_directory import HuggingFaceModel
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import ACTOR
@@ -37,6 +35,16 @@ class Shard:
     """In host memory, shared with nobody."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Everything else, as JSON."""
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    """What this rank holds of the model's parameters, by names that are the same in every layout. The tensors of a
+    piece are flat and have the names of `piece_name`."""
+
+
+class ShardFacts(msgspec.Struct, frozen=True):
+    """The file beside the tensors of a shard."""
+
+    facts: dict[str, Any]
+    pieces: dict[str, Piece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +56,14 @@ class Snapshot:
     """The export; rank 0 writes it."""
 
 
-def shard_paths(directory: Path, layout: RankLayout, role: str) -> tuple[Path, Path]:
-    """The paths of the tensors and of the facts of one role on one rank."""
-    stem = directory / SHARDS / role / f"rank-{layout.rank:05d}-of-{layout.world_size:05d}"
+def piece_name(parameter: str, kind: str) -> str:
+    """The tensor with one state of a parameter: its weights, or a moment of its updates."""
+    return f"{parameter}.{kind}"
+
+
+def shard_paths(directory: Path, rank: int, ranks: int, role: str) -> tuple[Path, Path]:
+    """The paths of the tensors and of the facts of one role on one of `ranks` ranks."""
+    stem = directory / SHARDS / role / f"rank-{rank:05d}-of-{ranks:05d}"
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
@@ -61,23 +74,14 @@ def write_snapshots(snapshots: Mapping[str, Snapshot], directory: Path, layout: 
     """
     written = {}
     for role, snapshot in snapshots.items():
-        tensors_path, facts_path = shard_paths(directory, layout, role)
+        tensors_path, facts_path = shard_paths(directory, layout.rank, layout.world_size, role)
         tensors_path.parent.mkdir(parents=True, exist_ok=True)
         written[tensors_path] = write_tensors(tensors_path, snapshot.shard.tensors)
-        written[facts_path] = write_bytes(facts_path, msgspec.json.encode(snapshot.shard.facts) + b"\n")
+        facts = ShardFacts(snapshot.shard.facts, snapshot.shard.pieces)
+        written[facts_path] = write_bytes(facts_path, msgspec.json.encode(facts) + b"\n")
         if snapshot.model is not None:
             written |= snapshot.model.write(directory / (MODEL if role == ACTOR else f"{MODEL}-{role}"))
     return {str(path.relative_to(directory)): record for path, record in written.items()}
-
-
-def read_shard(directory: Path, layout: RankLayout, role: str) -> Shard:
-    """Reads one role's part of a rank. Raises CheckpointError, which names the file."""
-    tensors_path, facts_path = shard_paths(directory, layout, role)
-    try:
-        facts = msgspec.json.decode(facts_path.read_bytes(), type=dict[str, Any])
-        return Shard(load_file(tensors_path), facts)
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{directory} cannot be read on rank {layout.rank}: {error}") from error
 
 
 def capture_rng(trackers: Mapping[str, Tensor], device: torch.device) -> Shard:
@@ -106,4 +110,5 @@ def restore_rng(shard: Shard, device: torch.device) -> dict[str, Tensor]:
     key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
     np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
     prefix = f"{_RNG}tracker."
-    return {name.removeprefix(prefix): state for name, state in shard.tensors.items() if name.startswith(prefix)}
+    named = {name: state for name, state in shard.tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): state.clone() for name, state in named.items()}

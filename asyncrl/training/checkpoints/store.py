@@ -44,7 +44,6 @@ from asyncrl.training.checkpoints.manifest import (
     Manifest,
     SavedLayout,
     SavedTensor,
-    check_layout,
     decode_manifest,
     encode_manifest,
 )
@@ -73,6 +72,8 @@ class SavedCheckpoint:
     """The files that `TrainGroup.save_checkpoint` was given, by name."""
     config: str | None
     """The configuration that it was written with, as TOML; None where it holds none."""
+    other_layout: str = ""
+    """The layouts of its ranks and of those that go on from it, in words, where they differ."""
 
     @property
     def step(self) -> int:
@@ -248,24 +249,20 @@ def read_manifest(path: Path) -> Manifest:
     return decode_manifest(text, path / MANIFEST)
 
 
-def resume_from(
-    root: Path, resume: Path | str, layout: SavedLayout, *, first_attempt: int = 0
-) -> SavedCheckpoint | None:
+def resume_from(root: Path, resume: Path | str, *, first_attempt: int = 0) -> SavedCheckpoint | None:
     """The checkpoint that a job begins from, as `checkpoint.resume` asks for; None begins from the model.
 
     A run that has checkpoints of its own goes on from these, also where a path is given: the path is only where the run
     once began. A gang that was told `never` and is restarted goes on from the checkpoints that it wrote itself, since
     its `first_attempt`.
 
-    Raises CheckpointError: the checkpoint is damaged, or of another layout.
+    Raises CheckpointError: the checkpoint is damaged.
     """
     store = CheckpointStore(root)
     store.tidy()
     found = store.newest(first_attempt if resume == "never" else None)
     if found is None and isinstance(resume, Path):
         found = read_checkpoint(resume)
-    if found is not None:
-        check_layout(found.manifest, layout, found.path)
     return found
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.training.checkpoints.shard import Shard, Snapshot
+from asyncrl.training.checkpoints.saved_shards import SavedShards
+from asyncrl.training.checkpoints.shard import Snapshot
 from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
@@ -123,11 +124,21 @@ class Backend(Protocol):
         offloaded.
         """
 
-    def restore(self, shard: Shard) -> None:
-        """Goes on from what `snapshot` gave on the same rank of the same layout, bit for bit.
+    def restore(self, saved: SavedShards) -> None:
+        """Goes on from what `snapshot` gave on each rank, whatever their layout was.
+
+        In the same layout each rank goes on bit for bit. In another one its generators stay as they are.
 
         Raises:
-            CheckpointError: the shard is that of another model.
+            CheckpointError: the shards are those of another model or optimizer, or cannot be read.
+        """
+
+    def copy_weights(self, source: Backend) -> None:
+        """Takes over the weights of `source`: the same kind of backend and architecture, on the same ranks. Only where
+        the role is not trained.
+
+        Raises:
+            ModelError: the architectures differ.
         """
 
     def offload(self, *, keep_weights: bool) -> None:

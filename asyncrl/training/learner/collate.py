@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, counted
 from asyncrl.training.learner.packing import MicroBatch
 
 
@@ -36,8 +37,35 @@ class PackedTokens:
 
     def to(self, device: torch.device) -> PackedTokens:
         """Moves the model's inputs to `device`; the indices into the RolloutBatch stay on the host."""
-        inputs = ("tokens", "positions", "rows", "targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in inputs})
+        return replace(
+            self,
+            tokens=send(self.tokens, device),
+            positions=send(self.positions, device),
+            rows=send(self.rows, device),
+            targets=send(self.targets, device),
+        )
+
+    def padded(self, multiple: int) -> PackedTokens:
+        """Appends a sequence of padding where the tokens are no multiple; nothing in it is sampled."""
+        missing = -len(self.tokens) % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            lengths=(*self.lengths, missing),
+            tokens=F.pad(self.tokens, (0, missing)),
+            positions=F.pad(self.positions, (0, missing)),
+        )
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Puts a host tensor on `device` without waiting for the work that the device has before it.
+
+    A copy out of pageable memory waits for all of it; one out of page-locked memory queues like any other work.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> PackedTokens:
@@ -82,7 +110,9 @@ def check_batch(batch: RolloutBatch, vocab_size: int) -> None:
     per_token = {"sampled": batch.sampled, "loss_mask": batch.loss_mask, "logprobs": batch.logprobs, **batch.columns}
     for name, tensor in per_token.items():
         if len(tensor) != tokens:
-            raise DataError(f"{where}: {tokens} tokens, but {len(tensor)} entries of {name}")
+            raise DataError(
+                f"{where}: {counted(tokens, 'token')}, but {counted(len(tensor), 'entry', 'entries')} of {name}"
+            )
     if len(batch.sample_index) != batch.num_sequences or not _indexes(batch.sample_index, batch.num_samples):
         raise DataError(f"{where}: sample_index does not name one of the {batch.num_samples} samples for each sequence")
     starts = _starts(batch.sequence_lengths)[batch.sequence_lengths > 0]

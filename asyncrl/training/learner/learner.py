@@ -141,7 +141,7 @@ class Learner:
             batch.sequence_groups.tolist(),
             trained,
             data_parallel=self._layout.data_parallel,
-            max_tokens=self._config.train.max_tokens_per_microbatch,
+            max_tokens=self._config.train.packing_budget,
             minibatches=minibatches,
         )
 

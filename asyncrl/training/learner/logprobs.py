@@ -1,20 +1,25 @@
 """Log-probs and entropies from logits whose vocabulary is split over tensor-parallel ranks.
 
 With z = logits / temperature and p = softmax z, in float32: log p(target) = z_target - log sum exp z, and the entropy
-is H = log sum exp z - sum p z. One pass gives both, and keeps one [tokens, vocabulary] tensor for the backward pass.
+is H = log sum exp z - sum p z. One pass gives both. Of the size [tokens, vocabulary] there are the logits and their
+gradient alone, both in the dtype of the model: probabilities are float32 and exist for a part of the tokens at a time,
+once forward and once backward.
 The entropy has a gradient only where it is asked for; otherwise nothing is computed or kept for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits (16 MiB in float32) that are worked on at once, so that only the result is as large as all of them."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Logits (4 MiB in float32) that are worked on at once, so that most stay in the cache."""
+_GPU_CHUNK_ELEMENTS = 1 << 25
+"""The same on a GPU (128 MiB): a kernel over so many takes much longer than its launch."""
 
 
 def token_logprobs(
@@ -68,16 +73,13 @@ class _TokenLogprobs(torch.autograd.Function):
         elsewhere = (column < 0) | (column >= real)
         column = column.masked_fill(elsewhere, 0)
 
-        probabilities = logits.new_zeros(logits.shape, dtype=torch.float32)
         sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)
         total, weighted, at_target = sums.unbind()
-        step = max(1, _CHUNK_ELEMENTS // width)
-        for start in range(0, len(logits), step):
-            rows = slice(start, start + step)
-            scaled = (logits[rows, :real].float() - peak[rows, None]) / temperature
+        for rows in _chunks(logits):
+            scaled = _scaled(logits[rows, :real], peak[rows], temperature)
             if real:
                 at_target[rows] = scaled.gather(-1, column[rows, None]).squeeze(-1)
-            exponentials = torch.exp(scaled, out=probabilities[rows, :real])
+            exponentials = scaled.exp()
             total[rows] = exponentials.sum(dim=-1)
             weighted[rows] = scaled.mul_(exponentials).sum(dim=-1)
         at_target.masked_fill_(elsewhere, 0.0)
@@ -86,33 +88,42 @@ class _TokenLogprobs(torch.autograd.Function):
 
         entropies = log_total - weighted / total  # of p ~ e^z: log sum e^z - sum p z
         kept = entropies if entropy_gradient else None
-        ctx.save_for_backward(probabilities.div_(total[:, None]), column, elsewhere, kept)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.save_for_backward(logits, peak, total, column, elsewhere, kept)
+        ctx.temperature, ctx.real = temperature, real
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return at_target - log_total, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        probabilities, column, elsewhere, entropies = ctx.saved_tensors
-        scale = grads[0] / ctx.temperature
-        if entropies is not None:
-            _add_entropy_gradient(probabilities, entropies, scale, grads[1] / ctx.temperature)
-            grad = probabilities
-        else:
-            grad = probabilities.mul_(-scale[:, None])  # in place: no graph is run backward twice here
-        grad.scatter_add_(-1, column[:, None], scale.masked_fill(elsewhere, 0.0)[:, None])
-        return grad.to(ctx.dtype), None, None, None, None, None
+        logits, peak, total, column, elsewhere, entropies = ctx.saved_tensors
+        temperature, real = ctx.temperature, ctx.real
+        scale = grads[0] / temperature
+        at_target = scale.masked_fill(elsewhere, 0.0)
+        entropy_scale = grads[1] / temperature if entropies is not None else None
+        grad = torch.empty_like(logits)
+        grad[:, real:] = 0.0
+        for rows in _chunks(logits) if real else ():
+            part = _scaled(logits[rows, :real], peak[rows], temperature).exp_().div_(total[rows, None])
+            if entropy_scale is None:
+                part.mul_(-scale[rows, None])
+            else:
+                of_entropy = torch.xlogy(part, part).add_(part * entropies[rows, None])  # p log p is 0 where p is
+                part.mul_(-scale[rows, None]).sub_(of_entropy.mul_(entropy_scale[rows, None]))
+            grad[rows, :real] = part.scatter_add_(-1, column[rows, None], at_target[rows, None])
+        return grad, None, None, None, None, None
 
 
-def _add_entropy_gradient(probabilities: Tensor, entropies: Tensor, scale: Tensor, entropy_scale: Tensor) -> None:
-    """Replaces each p by -p * scale - p (log p + H) * entropy_scale, a chunk of rows at a time."""
-    step = max(1, _CHUNK_ELEMENTS // probabilities.shape[-1])
-    for start in range(0, len(probabilities), step):
-        rows = slice(start, start + step)
-        part = probabilities[rows]
-        of_entropy = torch.xlogy(part, part).add_(part * entropies[rows, None])  # p log p is 0 where p is
-        part.mul_(-scale[rows, None]).sub_(of_entropy.mul_(entropy_scale[rows, None]))
+def _scaled(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
+    """(logits - peak) / temperature, float32, in memory of its own."""
+    return (logits.float() - peak[:, None]).div_(temperature)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Rows that are worked on at once."""
+    elements = _GPU_CHUNK_ELEMENTS if logits.is_cuda else _CHUNK_ELEMENTS
+    step = max(1, elements // logits.shape[-1])
+    return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
 def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

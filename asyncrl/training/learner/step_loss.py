@@ -10,8 +10,8 @@ from torch import Tensor
 from asyncrl.algorithms.algorithm import TokenInputs
 from asyncrl.algorithms.chosen import ChosenAlgorithm, token_staleness
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.training.learner.collate import PackedTokens
-from asyncrl.training.learner.tally import Tally
+from asyncrl.training.learner.collate import PackedTokens, send
+from asyncrl.training.learner.tally import Figures
 
 AGREEMENT = "logprob_diff"
 """Figure of tokens made by the weights that the trainer holds: here trainer and engine compute the same."""
@@ -44,7 +44,7 @@ class StepLoss:
         """The backend computes entropies with gradient."""
         return self.algorithm.needs.entropy_gradient
 
-    def __call__(self, logprobs: Tensor, entropies: Tensor, packed: PackedTokens) -> tuple[Tensor, Tensor, Tally]:
+    def __call__(self, logprobs: Tensor, entropies: Tensor, packed: PackedTokens) -> tuple[Tensor, Tensor, Figures]:
         """The loss of one micro-batch, on the device of its log-probs.
 
         Args:
@@ -52,7 +52,7 @@ class StepLoss:
             entropies: float32 [R], with gradient where `entropy_gradient` asks for it.
 
         Returns:
-            The sum over trained tokens to differentiate (a scalar), their number (an int64 scalar), and the tally.
+            The sum over trained tokens to differentiate (a scalar), their number (an int64 scalar), and the figures.
 
         Raises:
             AlgorithmError: the algorithm failed, or returned what cannot be trained on.
@@ -64,12 +64,12 @@ class StepLoss:
             entropy = torch.where(tokens.mask, entropies, 0.0).sum()
             sums, maxima = {"loss": result.loss, "tokens": count, "entropy": entropy}, dict(result.maxima)
             if self.current is not None:
-                current = self.current[packed.places].to(logprobs.device)
+                current = send(self.current[packed.places], logprobs.device)
                 difference = (logprobs - tokens.engine_logprobs).abs()
                 for name, where in ((AGREEMENT, tokens.mask & current), (MOVED, tokens.mask & ~current)):
                     counted = torch.where(where, difference, 0.0)
                     sums[name], sums[name + TOKENS], maxima[name] = counted.sum(), where.sum(), counted.max()
-            return result.loss, count, Tally.of({**sums, **result.sums}, maxima)
+            return result.loss, count, Figures.of({**sums, **result.sums}, maxima)
 
     def _inputs(self, logprobs: Tensor, entropies: Tensor, packed: PackedTokens) -> TokenInputs:
         batch, places, device = self.batch, packed.places, logprobs.device
@@ -77,15 +77,15 @@ class StepLoss:
         return TokenInputs(
             logprobs=logprobs,
             entropies=entropies,
-            engine_logprobs=batch.logprobs[places].to(device),
-            mask=batch.loss_mask[places].to(device) & packed.counted,
-            columns={name: column[places].to(device) for name, column in batch.columns.items()},
-            sequence=packed.sequences.to(device),
-            sample=samples.to(device),
-            group=batch.group_index[samples].to(device),
+            engine_logprobs=send(batch.logprobs[places], device),
+            mask=send(batch.loss_mask[places], device) & packed.counted,
+            columns={name: send(column[places], device) for name, column in batch.columns.items()},
+            sequence=send(packed.sequences, device),
+            sample=send(samples, device),
+            group=send(batch.group_index[samples], device),
             weights=torch.ones_like(logprobs, requires_grad=False)
             if self.weights is None
-            else self.weights[places].to(device),
+            else send(self.weights[places], device),
             num_sequences=batch.num_sequences,
         )
 

@@ -14,8 +14,12 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.config.architecture import check_tensor_parallel, read_architecture
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import ModelError
+from asyncrl.training.checkpoints.saved_shards import SavedShards
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, capture_rng, restore_rng
+from asyncrl.training.learner.backend import Backend
 from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss
 from asyncrl.training.learner.tally import Tally
@@ -24,13 +28,13 @@ from asyncrl.training.megatron.frozen import FrozenModel
 from asyncrl.training.megatron.model import PolicyModel, transformer_config
 from asyncrl.training.megatron.optimizer import Optimizer
 from asyncrl.training.megatron.parallel import join
+from asyncrl.training.megatron.shards import reader, shard_of
 from asyncrl.training.megatron.step import forward_backward, forward_logprobs
-from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.training.roles import Role
 from asyncrl.weights.buckets import TensorSpec
 
-_MODEL = "model."
+_MODEL = "model"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,10 +60,16 @@ class MegatronBackend:
         self._device = join(config, layout)
         cuda = self._device.type == "cuda"
         dtype = _DTYPES[("bfloat16" if cuda else "float32") if config.model.dtype == "auto" else config.model.dtype]
-        model_config = transformer_config(self._architecture, dtype=dtype, tensor_parallel=layout.tensor_parallel)
+        model_config = transformer_config(
+            self._architecture,
+            dtype=dtype,
+            tensor_parallel=layout.tensor_parallel,
+            recompute=config.train.recompute,
+        )
         model = PolicyModel(self._architecture, model_config).to(device=self._device, dtype=dtype)
+        self._parameters = dict(model.named_parameters())
         self._weights = WeightExchange(
-            dict(model.named_parameters()),
+            self._parameters,
             self._architecture,
             layout,
             parallel_state.get_tensor_model_parallel_group(),
@@ -116,20 +126,26 @@ class MegatronBackend:
 
     def snapshot(self) -> Snapshot:
         """Copies weights, Adam's state and random number generators; on rank 0 the whole model too if it is trained."""
-        tensors, facts = self._model.state()
+        held, facts = self._model.state()
+        model = shard_of(held, {_MODEL: facts})
         rng = capture_rng(tensor_parallel.get_cuda_rng_tracker().get_states(), self._device)
-        shard = Shard(
-            {**{f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}, **rng.tensors},
-            {"model": facts, **rng.facts},
-        )
+        shard = Shard({**model.tensors, **rng.tensors}, {**model.facts, **rng.facts}, model.pieces)
         whole = self._weights.collect(self._source, dtype=self._source_dtype) if self._trained else None
         return Snapshot(shard, whole)
 
-    def restore(self, shard: Shard) -> None:
-        """Goes on from a snapshot of the same rank and layout. Raises CheckpointError for one of another model."""
-        tensors = {n.removeprefix(_MODEL): t for n, t in shard.tensors.items() if n.startswith(_MODEL)}
-        self._model.restore(tensors, shard.facts["model"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(restore_rng(shard, self._device))
+    def restore(self, saved: SavedShards) -> None:
+        """Goes on from the snapshots of all ranks. Raises CheckpointError for those of another model or optimizer."""
+        read = reader(saved, self._weights.part_shapes(), self._architecture, self._layout)
+        self._model.restore(saved.facts[0][_MODEL], read)
+        if saved.same_layout:  # in another one they stay as they are: dropout is off, so that nothing draws from them
+            tensor_parallel.get_cuda_rng_tracker().set_states(restore_rng(saved.own(), self._device))
+
+    def copy_weights(self, source: Backend) -> None:
+        """Takes over the weights of another role. Raises ModelError where its architecture is another."""
+        assert isinstance(source, MegatronBackend) and isinstance(self._model, FrozenModel)
+        if source._architecture != self._architecture:
+            raise ModelError(f"{source._source} and {self._source} are models of different architectures")
+        self._model.copy(source._parameters)
 
     def offload(self, *, keep_weights: bool) -> None:
         """Moves Adam's state to host memory and drops gradients; the weights go too unless they are kept."""

@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,10 +22,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
+from asyncrl.data.model_files import safetensors_files
 from asyncrl.errors import ModelError
 from asyncrl.training.checkpoints.files import end_replacement, replace_directory, sync_directory
 from asyncrl.training.megatron import mapping
-from asyncrl.training.models.architecture import Architecture
 from asyncrl.training.models.model_directory import MAX_FILE_BYTES, HuggingFaceModel, write_model
 from asyncrl.training.ranks.layout import RankLayout
 from asyncrl.weights.buckets import TensorSpec
@@ -42,25 +42,12 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ModelError(f"{index} is not a safetensors index: {error}") from None
-        elif (directory / "model.safetensors").is_file():
-            files = ["model.safetensors"]
-        else:
-            raise ModelError(
-                f"{directory} has neither model.safetensors nor model.safetensors.index.json; other weight "
-                f"formats are not read: save the model with save_pretrained(..., safe_serialization=True)"
-            )
         self._handles: dict[str, Any] = {}
-        for file in files:
+        for file in safetensors_files(directory):
             try:
-                handle = safe_open(directory / file, framework="pt")
+                handle = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ModelError(f"{directory / file} cannot be read: {error}") from None
+                raise ModelError(f"{file} cannot be read: {error}") from None
             self._handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
 
     @property
@@ -140,6 +127,10 @@ class WeightExchange:
             for entry in self._entries.values()
             for name in entry.names
         }
+
+    def part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Megatron's name and shape of every parameter, as this rank holds it."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors that `export` yields, in its order."""

@@ -5,16 +5,19 @@ Never run so far (needs a GPU): `offload` and `onload`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.errors import CheckpointError
+from asyncrl.training.checkpoints.slices import Piece
 from asyncrl.training.megatron.host_memory import HostMemory, free_cached
 from asyncrl.training.megatron.model import PolicyModel
-from asyncrl.training.megatron.optimizer import fitting
+from asyncrl.training.megatron.modules import BFloat16Module
+from asyncrl.training.megatron.shards import WEIGHT, Held, Read
 
 
 class FrozenModel:
@@ -23,21 +26,29 @@ class FrozenModel:
     def __init__(self, model: PolicyModel, config: TransformerConfig) -> None:
         self._model = model.requires_grad_(False)
         self._host = HostMemory(next(model.parameters()).device)
-        self.module = Float16Module(config, model) if config.params_dtype == torch.bfloat16 else model
+        self.module = BFloat16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This rank's part of the weights by parameter name: copies in host memory, and no further facts."""
-        return {name: value.detach().to("cpu", copy=True) for name, value in self._model.named_parameters()}, {}
+    def state(self) -> tuple[list[Held], dict[str, Any]]:
+        """This rank's part of the weights, and no further facts."""
+        return [Held(name, _whole(value), {WEIGHT: value}) for name, value in self._model.named_parameters()], {}
 
     @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Sets the weights to what `state` gave on the same rank of the same layout.
+    def restore(self, facts: dict[str, Any], read: Read) -> None:
+        """Sets the weights to what the `state` of all ranks gave, in whatever layout.
 
-        Raises CheckpointError: the tensors are not those of this model.
+        Raises CheckpointError: they are not those of this model, or cannot be read.
         """
+        if facts:
+            raise CheckpointError("this role is frozen, and the checkpoint was written by a job that trained it")
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(fitting(tensors.get(name), name, parameter))
+            parameter.copy_(read(name, WEIGHT, _whole(parameter), parameter.dtype).view(parameter.shape))
+
+    @torch.no_grad()
+    def copy(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets the weights to those of another model of the same architecture, by parameter name."""
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights[name])
 
     def offload(self, *, keep_weights: bool) -> None:
         """Moves the weights to host memory unless they are kept."""
@@ -49,3 +60,7 @@ class FrozenModel:
         """Undoes `offload`."""
         self._host.give_back()
         torch.cuda.synchronize()
+
+
+def _whole(parameter: Tensor) -> Piece:
+    return Piece(0, parameter.numel(), parameter.numel())

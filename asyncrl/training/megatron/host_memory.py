@@ -89,7 +89,7 @@ def free_cached() -> None:
     Memory that engines have read in place is free only after `ipc_collect`.
     """
     torch.cuda.synchronize()
-    torch.cuda.ipc_collect()
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     torch.cuda.empty_cache()
 
 

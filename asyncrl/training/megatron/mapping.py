@@ -5,6 +5,7 @@ Invariant: `to_hugging_face(kind, [to_megatron(kind, tensors, ...) of each rank]
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.training.models.architecture import Architecture
+from asyncrl.config.architecture import Architecture
+from asyncrl.training.checkpoints.slices import Cut
 
 
 class Kind(Enum):
@@ -39,6 +41,11 @@ class MappedParameter:
     kind: Kind
     names: tuple[str, ...]
     """Checkpoint tensors that it is made of, in order."""
+
+    @property
+    def name(self) -> str:
+        """Its name in checkpoints of the training, whatever modules the layers are built of."""
+        return "+".join(self.names)
 
 
 _MODEL = {
@@ -114,6 +121,22 @@ def to_megatron(kind: Kind, tensors: Sequence[Tensor], a: Architecture, *, rank:
         case Kind.QKV:
             heads = [tensor.reshape(a.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
             return torch.cat(heads, dim=1).chunk(ranks)[rank].flatten(0, 1)
+
+
+def cut_of(kind: Kind, part: tuple[int, ...], a: Architecture, *, ranks: int) -> Cut | None:
+    """How the ranks' parts of a parameter, each in the shape `part`, lie in the whole; None where they are the same."""
+    rows, width = part[0], math.prod(part[1:])
+    match kind:
+        case Kind.REPLICATED:
+            return None
+        case Kind.VOCABULARY:
+            return Cut(1, a.vocab_size, width)
+        case Kind.COLUMNS:
+            return Cut(rows, width * ranks, 1)
+        case Kind.GATED:
+            return Cut(2, rows // 2 * ranks, width)
+        case Kind.QKV:
+            return Cut(1, rows * ranks, width)
 
 
 def to_hugging_face(kind: Kind, shards: Sequence[Tensor], a: Architecture) -> tuple[Tensor, ...]:

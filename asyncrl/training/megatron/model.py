@@ -7,8 +7,7 @@ and `mapping` knows both. Never run so far: the Transformer Engine branch of `la
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +16,36 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from asyncrl.config.architecture import Architecture
+from asyncrl.training.megatron.kernels import fuses_gradient_accumulation, uses_transformer_engine
 from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
-from asyncrl.training.models.architecture import Architecture
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's fields for each `train.recompute`."""
 
 
-def transformer_config(architecture: Architecture, *, dtype: torch.dtype, tensor_parallel: int) -> TransformerConfig:
-    """Megatron's description of the model. Dropout is always off: the policy that trains is the policy that samples."""
+def transformer_config(
+    architecture: Architecture,
+    *,
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    recompute: Literal["none", "mlp", "full"] = "none",
+) -> TransformerConfig:
+    """Megatron's description of the model. Dropout is always off: the policy that trains is the policy that samples.
+
+    With tensor parallelism, what lies between the cut matrices (norms, residuals) is cut along the tokens.
+    """
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -51,21 +67,18 @@ def transformer_config(architecture: Architecture, *, dtype: torch.dtype, tensor
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=tensor_parallel,
+        sequence_parallel=tensor_parallel > 1,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # every parameter comes from the checkpoint
         calculate_per_token_loss=True,  # gradients are divided by the trained tokens of the whole step
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_gradient_accumulation(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),
         persist_layer_norm=False,
+        **_RECOMPUTE[recompute],
     )
-
-
-def uses_transformer_engine() -> bool:
-    """True where layers are built from Transformer Engine."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
@@ -113,22 +126,37 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             if cut is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
         self._rows: Tensor | None = None
+        self._gathers = config.sequence_parallel
+        if self._gathers:  # rows are selected among all tokens, so they are gathered before the output layer
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
+        self._positions: Tensor | None = None
+        if not uses_transformer_engine():  # whose rotary embedding goes by the ends of the sequences
+            self.rotary_pos_emb.register_forward_hook(self._select_angles)
         self.output_layer.register_forward_pre_hook(self._select_rows)
 
     def forward(self, tokens: Tensor, positions: Tensor, sequences: PackedSequences, rows: Tensor) -> Tensor:
         """Logits at `rows`.
 
         Args:
-            tokens, positions: int64 [1, tokens] of the packed sequences.
+            tokens, positions: int64 [1, tokens] of the packed sequences; a multiple of the tensor-parallel ranks.
             rows: int64 [rows]: places in `tokens` whose next token is predicted.
 
         Returns:
             [rows, vocabulary / tensor-parallel ranks].
         """
-        self._rows = rows
+        self._rows, self._positions = rows, positions[0]
         logits: Tensor = super().forward(tokens, positions, None, packed_seq_params=sequences)
         return logits.squeeze(0)
 
     def _select_rows(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = arguments  # hidden: [tokens, 1, hidden size]
+        hidden, *rest = arguments  # hidden: [tokens, 1, hidden size], of the rank's share of the tokens if they are cut
+        if self._gathers:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        assert self._rows is not None
         return (hidden.index_select(0, self._rows), *rest)
+
+    def _select_angles(self, module: torch.nn.Module, arguments: tuple[Any, ...], angles: Tensor) -> Tensor:
+        """From [positions, 1, 1, dim] of the longest sequence to [tokens, 1, 1, dim]: once, not in each layer."""
+        assert self._positions is not None
+        return angles.index_select(0, self._positions)

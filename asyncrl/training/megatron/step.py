@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from asyncrl.data.batch import RolloutBatch
-from asyncrl.training.learner.collate import PackedTokens, load_packed
+from asyncrl.training.learner.collate import PackedTokens, load_packed, send
 from asyncrl.training.learner.logprobs import token_logprobs
 from asyncrl.training.learner.packing import MicroBatch
 from asyncrl.training.learner.step_loss import StepLoss
-from asyncrl.training.learner.tally import Tally
+from asyncrl.training.learner.tally import Figures, Tally, tally
+from asyncrl.training.megatron.kernels import attention_of
 from asyncrl.training.megatron.modules import packed_sequences
 
 
@@ -33,9 +35,9 @@ def forward_backward(
 
     def forward_step(inputs: Iterator[PackedTokens], model: torch.nn.Module) -> tuple[Tensor, Any]:
         packed = next(inputs)
-        logits = _forward(model, packed)
+        logits = _forward(model, packed, device)
 
-        def loss_of(logits: Tensor) -> tuple[Tensor, Tensor, Tally]:
+        def loss_of(logits: Tensor) -> tuple[Tensor, Tensor, Figures]:
             logprobs, entropies = token_logprobs(
                 logits,
                 packed.targets,
@@ -44,12 +46,12 @@ def forward_backward(
                 group=parallel_state.get_tensor_model_parallel_group(),
                 entropy_gradient=loss.entropy_gradient,
             )
-            value, tokens, tally = loss(logprobs, entropies, packed)
-            return value, tokens.int(), tally
+            value, tokens, figures = loss(logprobs, entropies, packed)
+            return value, tokens.int(), figures
 
         return logits, loss_of
 
-    tallies = get_forward_backward_func()(
+    figures = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=load_packed(batch, micro_batches, device),
         model=[model],
@@ -58,11 +60,7 @@ def forward_backward(
         micro_batch_size=1,
         forward_only=False,
     )
-    total = Tally()
-    for tally in tallies:
-        total.add(tally)
-    total.reduce(parallel_state.get_data_parallel_group(), device)
-    return total
+    return tally(figures, parallel_state.get_data_parallel_group())
 
 
 @torch.no_grad()
@@ -79,18 +77,21 @@ def forward_logprobs(
     for packed in load_packed(batch, micro_batches, device):
         if packed.counted:
             logprobs, _ = token_logprobs(
-                _forward(model, packed),
+                _forward(model, packed, device),
                 packed.targets,
                 temperature=batch.temperature,
                 vocab_size=vocab_size,
                 group=parallel_state.get_tensor_model_parallel_group(),
             )
-            result[packed.places.to(device)] = logprobs
+            result[send(packed.places, device)] = logprobs
     dist.all_reduce(result, group=parallel_state.get_data_parallel_group())
     return result.cpu()
 
 
-def _forward(model: torch.nn.Module, packed: PackedTokens) -> Tensor:
-    sequences = packed_sequences(packed.lengths, packed.tokens.device)
+def _forward(model: torch.nn.Module, packed: PackedTokens, device: torch.device) -> Tensor:
+    packed = packed.padded(parallel_state.get_tensor_model_parallel_world_size())  # which cut the tokens among them
+    config = get_model_config(model)
+    attention = attention_of(device, config.params_dtype, config.kv_channels)
+    sequences = packed_sequences(packed.lengths, device, attention)
     logits: Tensor = model(packed.tokens[None], packed.positions[None], sequences, packed.rows)
     return logits

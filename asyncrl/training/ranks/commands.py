@@ -73,6 +73,13 @@ class Logprobs(msgspec.Struct, frozen=True, tag=True):
     role: str
 
 
+class CopyWeights(msgspec.Struct, frozen=True, tag=True):
+    """Set the role's weights, of a model that is not trained, to those of another role of the same architecture."""
+
+    role: str
+    source: str
+
+
 class ExportTensors(msgspec.Struct, frozen=True, tag=True):
     """Walk through the export once, to its end."""
 
@@ -119,7 +126,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 RoleCommand = Train | TrainSft | ResetOptimizer | Logprobs | ExportTensors | ExportHf | Offload | Onload
 """Commands to one role that was built before."""
 
-Command = Build | RoleCommand | SaveCheckpoint | ClearMemory | Shutdown
+Command = Build | RoleCommand | CopyWeights | SaveCheckpoint | ClearMemory | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +177,9 @@ class RankState:
                     torch.cuda.empty_cache()
             case Shutdown():
                 self._learners.clear()
+            case CopyWeights(role=role, source=source):
+                with _naming(role):
+                    self._learners[role].backend.copy_weights(self._learners[source].backend)
             case _:
                 with _naming(command.role):
                     learner = self._learners[command.role]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RankLayout:
     def __post_init__(self) -> None:
         if self.world_size % self.tensor_parallel:
             raise ConfigError(
-                f"train.tensor_parallel = {self.tensor_parallel} does not divide the {self.world_size} ranks; "
+                f"train.tensor_parallel = {self.tensor_parallel} does not divide {counted(self.world_size, 'rank')}; "
                 f"start torchrun with a multiple of it (--nproc-per-node)"
             )
 

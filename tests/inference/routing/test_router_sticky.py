@@ -54,7 +54,6 @@ def client_of(
 ) -> GenerateClient:
     options = RequestOptions(
         vocab_size=8,
-        concurrency=64,
         timeout_s=10,
         retry=RetryPolicy(retries=2, patience_s=10, first_delay_s=0.01),
         sticky=sticky,

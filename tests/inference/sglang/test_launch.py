@@ -60,8 +60,14 @@ def test_a_cpu_engine_never_leaves_its_dtype_pool_or_idle_loop_to_sglang() -> No
 def test_a_gpu_engine_sizes_its_own_pool() -> None:
     found = flags(EngineConfig(), "cuda", placement(gpus=(1,)))
     assert "max-total-tokens" not in found
-    assert "sleep-on-idle" not in found
     assert "enable-memory-saver" not in found
+
+
+def test_an_idle_engine_sleeps_unless_its_ranks_wait_for_each_other_at_every_step() -> None:
+    for device, gpus in (("cpu", ()), ("cuda", (1,))):
+        assert flags(EngineConfig(), device, placement(gpus=gpus))["sleep-on-idle"] is True
+        apart = EngineConfig(server_args={"enable_dp_attention": True})
+        assert "sleep-on-idle" not in flags(apart, device, placement(gpus=gpus))
 
 
 def test_a_colocated_engine_can_give_memory_back_and_leaves_room_for_the_trainer() -> None:
@@ -73,7 +79,7 @@ def test_a_colocated_engine_can_give_memory_back_and_leaves_room_for_the_trainer
 @pytest.mark.parametrize("colocated", [True, False])
 def test_an_engine_that_gives_memory_back_gives_that_of_its_graphs_too(colocated: bool) -> None:
     shared = placement(gpus=(0,), colocated=colocated)
-    environment = engine_environment(shared, threads=None, cores=(0,), scratch=None)
+    environment = engine_environment(EngineConfig(), shared, {}, threads=None, cores=(0,), scratch=None)
     assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if colocated else None)
 
 
@@ -100,7 +106,7 @@ def test_server_args_are_passed_through_and_win(given: dict, expected: dict) -> 
 
 
 def test_torchrun_does_not_reach_into_the_engine() -> None:
-    environment = engine_environment(placement(), threads=1, cores=(0,), scratch=SCRATCH)
+    environment = engine_environment(EngineConfig(), placement(), {}, threads=1, cores=(0,), scratch=SCRATCH)
     assert environment["TMPDIR"] == str(SCRATCH)
     assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
@@ -109,12 +115,14 @@ def test_torchrun_does_not_reach_into_the_engine() -> None:
 
 
 def test_an_engine_keeps_idle_connections_longer_than_the_router_does() -> None:
-    environment = engine_environment(placement(), threads=None, cores=(0,), scratch=SCRATCH)
+    environment = engine_environment(EngineConfig(), placement(), {}, threads=None, cores=(0,), scratch=SCRATCH)
     assert int(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 90
 
 
 def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
-    environment = engine_environment(placement(2, (2, 3)), threads=None, cores=(0,), scratch=SCRATCH)
+    environment = engine_environment(
+        EngineConfig(), placement(2, (2, 3)), {}, threads=None, cores=(0,), scratch=SCRATCH
+    )
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SGLANG_PLATFORM" not in environment
 
@@ -126,7 +134,9 @@ def test_a_gpu_engine_sees_its_own_gpus_and_stock_sglang() -> None:
 def test_each_tensor_parallel_rank_gets_cores(cores: tuple[int, ...], ranks: int, expected: str) -> None:
     assert bind_threads(cores, ranks) == expected
     assert (
-        engine_environment(placement(ranks), threads=1, cores=cores, scratch=SCRATCH)["SGLANG_CPU_OMP_THREADS_BIND"]
+        engine_environment(EngineConfig(), placement(ranks), {}, threads=1, cores=cores, scratch=SCRATCH)[
+            "SGLANG_CPU_OMP_THREADS_BIND"
+        ]
         == expected
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -33,6 +32,7 @@ from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from tests.inference.conftest import StartFleet, cpu_layout, eventually
 from tests.inference.transaction_rig import TRANSFER_S, rig, shorten_deadlines
+from tests.results import keep
 from tests.scripted import instead
 from tests.scripted.process import command, shapes, zeros
 from tests.system.jobs import command_line
@@ -89,7 +89,6 @@ BUCKET_TIMEOUT_S = 5.0
 """A process that was stopped is known by it."""
 RANDOM_STRIKES = 18
 """For each number of members, beside one of each kind at every position."""
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "cascade_scripted.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,5 +243,5 @@ async def test_a_hundred_strikes_restart_the_struck_engine_alone(
         "committed_s": {"median": statistics.median(committed), "most": max(committed)},
         "each": [asdict(strike) for strike in strikes],
     }
-    RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
+    keep("cascade_scripted", summary)
     assert max(committed) < COMMITTED_WITHIN_S

@@ -18,7 +18,7 @@ from asyncrl.rollout.requests.generate_client import GenerateClient as RolloutCl
 from asyncrl.rollout.requests.generate_client import RequestOptions
 from asyncrl.rollout.requests.retry import RetryPolicy
 from asyncrl.rollout.requests.wire import Generation, SamplingParams
-from tests.inference.conftest import StartFleet, eventually
+from tests.inference.conftest import StartFleet, in_the_middle
 from tests.inference.transaction_rig import Rig, holds, rig, tensors_of
 from tests.scripted import Latency, ScriptedEngine
 
@@ -41,7 +41,6 @@ class ClockedClient(RolloutClient):
 async def client_of(r: Rig, *, keeps_kv: bool = True) -> AsyncIterator[ClockedClient]:
     options = RequestOptions(
         vocab_size=1 << 20,
-        concurrency=64,
         timeout_s=10.0,
         retry=RetryPolicy(retries=0, patience_s=1.0),
         keeps_kv=keeps_kv,
@@ -71,11 +70,12 @@ async def through_updates(r: Rig, client: ClockedClient, versions: list[str], re
 
     async with anyio.create_task_group() as tasks:
         for turn, version in enumerate(versions):
-            for number in range(requests):
-                tasks.start_soon(one, turn * requests + number)
-            await eventually(lambda: sum(e.generation.running for e in r.fleet.engines) > 0)
-            await anyio.sleep(0.06)  # tokens of the version before
-            await publish(r, client, version)
+            begun = (turn + 1) * requests
+            async with in_the_middle(r.fleet.engines, lambda: begun - len(generations)) as stand:  # noqa: B023
+                for number in range(turn * requests, begun):
+                    tasks.start_soon(one, number)
+                await stand()
+                await publish(r, client, version)
     return generations
 
 

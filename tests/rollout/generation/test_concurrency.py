@@ -10,6 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import asyncrl.config.concurrency
+import asyncrl.rollout.connection
+from asyncrl.config import Config
+from asyncrl.config.concurrency import PER_ENGINE, concurrency_of, files_for, planned_engines
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
 from asyncrl.rollout.generation import concurrency as concurrency_module
@@ -190,7 +194,15 @@ async def test_a_look_that_begins_in_the_turn_in_which_its_connection_closes_end
 
     async def looks() -> None:
         with looking:
-            await look(queries, EngineClock(), LoadMeter(), Slots(1), None, on_lowered=lambda event: None)
+            await look(
+                queries,
+                EngineClock(),
+                LoadMeter(),
+                Slots(1),
+                None,
+                most=lambda engines: 1,
+                on_lowered=lambda event: None,
+            )
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(looks)
@@ -199,3 +211,48 @@ async def test_a_look_that_begins_in_the_turn_in_which_its_connection_closes_end
         await anyio.lowlevel.checkpoint()
         looking.cancel()
         await queries.aclose()
+
+
+@given(engines=st.integers(1, 64), own=st.none() | st.integers(1, 5000), files=st.none() | st.integers(0, 1 << 20))
+def test_by_default_engines_get_what_they_take_together_within_the_open_files(
+    engines: int, own: int | None, files: int | None
+) -> None:
+    config = Config(engine={"max_running_requests": own})  # type: ignore[arg-type]
+    requests = concurrency_of(config, engines, files)
+    assert 1 <= requests <= engines * (own or PER_ENGINE)
+    if files is None or files_for(engines * (own or PER_ENGINE)) <= files:
+        assert requests == engines * (own or PER_ENGINE)
+    else:
+        assert requests == 1 or files_for(requests) <= files < files_for(requests + 1)
+    asked = config.model_copy(update={"rollout": config.rollout.model_copy(update={"concurrency": 7})})
+    assert concurrency_of(asked, engines, files) == 7
+
+
+def test_before_the_router_names_engines_the_configured_ones_count() -> None:
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert planned_engines(Config()) == 1
+    assert planned_engines(Config(engine={"external": urls})) == 2  # type: ignore[arg-type]
+    assert planned_engines(Config(engine={"num_engines": 4, "external": urls})) == 6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+async def test_engines_that_come_and_go_change_how_many_requests_are_in_flight(
+    start_executor: StartExecutor, monkeypatch: pytest.MonkeyPatch, adaptive: bool
+) -> None:
+    monkeypatch.setattr(concurrency_module, "INTERVAL_S", 0.05)
+    named = 0
+    monkeypatch.setattr(EngineQueries, "known", property(lambda queries: named))
+    monkeypatch.setattr(asyncrl.config.concurrency, "PER_ENGINE", 8)
+    monkeypatch.setattr(asyncrl.rollout.connection, "planned_engines", lambda config: 3)
+    adapt = {"adaptive_concurrency": adaptive}
+    async with scripted_engine() as engine, start_executor(engine, rollout=adapt) as executor:
+        await anyio.sleep(0.2)
+        assert executor.statistics().concurrency == 24, "the router names no engine yet"
+        named = 1
+        await eventually(lambda: executor.statistics().concurrency == 8)
+        named = 2
+        if adaptive:
+            await anyio.sleep(0.2)
+            assert executor.statistics().concurrency == 8, "it rises only while requests are held back"
+        else:
+            await eventually(lambda: executor.statistics().concurrency == 16)

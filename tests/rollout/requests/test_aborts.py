@@ -52,7 +52,7 @@ class GivenUp(Unobserved):
 
 
 @asynccontextmanager
-async def rig(engines: int = 2, *, concurrency: int = 16, timeout_s: float = 20.0) -> AsyncIterator[Rig]:
+async def rig(engines: int = 2, *, timeout_s: float = 20.0) -> AsyncIterator[Rig]:
     told: list[RequestsAborted] = []
     async with fleet_of(engines, SLOW) as fleet, anyio.create_task_group() as tasks:
         control, clock = EngineQueries(fleet.url), EngineClock()
@@ -62,7 +62,6 @@ async def rig(engines: int = 2, *, concurrency: int = 16, timeout_s: float = 20.
             fleet.url,
             RequestOptions(
                 vocab_size=64,
-                concurrency=concurrency,
                 timeout_s=timeout_s,
                 retry=RetryPolicy(retries=1, patience_s=5.0, first_delay_s=0.01),
             ),
@@ -76,11 +75,11 @@ async def rig(engines: int = 2, *, concurrency: int = 16, timeout_s: float = 20.
 
 
 async def test_what_is_cancelled_ends_in_its_engine_and_the_rest_goes_on() -> None:
-    async with rig(concurrency=6) as r, anyio.create_task_group() as kept:
+    async with rig() as r, anyio.create_task_group() as kept:
         for index in range(2):
             kept.start_soon(r.long, f"00000000.{index:03d}")
         async with anyio.create_task_group() as cancelled:
-            for index in range(4):  # with these the pool is full: the control path does not queue behind them
+            for index in range(4):
                 cancelled.start_soon(r.long, f"00000001.{index:03d}")
             await eventually(lambda: r.fleet.running == 6)
             cancelled.cancel_scope.cancel()

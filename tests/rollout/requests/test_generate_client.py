@@ -42,7 +42,6 @@ async def client_of(
     *,
     retries: int = 2,
     timeout_s: float = 5.0,
-    concurrency: int = 8,
     on_failure: Callable[[RequestFailed], None] | None = None,
     clock: EngineClock | None = None,
     **options: Any,
@@ -51,7 +50,6 @@ async def client_of(
         url,
         RequestOptions(
             vocab_size=64,
-            concurrency=concurrency,
             timeout_s=timeout_s,
             retry=RetryPolicy(retries=retries, patience_s=5.0, first_delay_s=0.001),
             **options,

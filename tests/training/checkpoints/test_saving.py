@@ -14,8 +14,8 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from asyncrl.errors import CheckpointError
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.timeline import TIMELINE
 from asyncrl.training.checkpoints import saver, writing
 from asyncrl.training.train_group import TrainGroup
 from tests.training.worlds import ScriptedBackend, make_batch, run_world
@@ -297,23 +297,28 @@ def test_a_directory_that_is_made_when_nobody_waits_for_it_any_more_is_removed(h
     )
 
 
-def test_a_checkpoint_of_another_layout_ends_init_with_both_named(tmp_path: Path) -> None:
+def test_a_resume_in_another_layout_is_told_with_both_layouts(tmp_path: Path) -> None:
     async def save(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
         return await group.save_checkpoint(0, wait=True) is not None
 
     async def resume(group: TrainGroup, events: EventLog) -> Any:
-        with pytest.raises(CheckpointError) as refused:
-            await group.init()
-        return str(refused.value)
+        start = await group.init()
+        assert group.resumed is not None
+        [told] = [event for event in events.recent if event["kind"] == "trainer_resumed"]
+        return start, group.resumed.other_layout, TIMELINE["trainer_resumed"].entry(told).text
 
     async def never(group: TrainGroup, events: EventLog) -> Any:
         events.attempt += 1  # it was another attempt that wrote it
         return await group.init(), group.resumed
 
     assert run_world(save, world_size=2, config=config_of(tmp_path)).value
-    message = run_world(resume, world_size=1, config=config_of(tmp_path)).value
-    assert "was written by 2 ranks (tensor parallel 1, data parallel 2), and this job has 1 rank" in message
+    start, layouts, line = run_world(resume, world_size=1, config=config_of(tmp_path)).value
+    assert start == 1
+    assert layouts == (
+        "written by 2 ranks (tensor parallel 1, data parallel 2), read by 1 rank (tensor parallel 1, data parallel 1)"
+    )
+    assert line.endswith(f"checkpoints/step-000001, in another layout: {layouts}")
     assert run_world(never, world_size=1, config=config_of(tmp_path, resume="never")).value == (0, None)
 
 

@@ -26,6 +26,8 @@ SAVED = config_toml(Config())
         ("data", "args", {"max_terms": 3}, None),
         ("model", "context_length", 128, None),
         ("train", "max_tokens_per_microbatch", 9, None),
+        ("train", "recompute", "full", None),
+        ("train", "optimizer_on_host", True, None),
         ("rollout", "temperature", 0.5, None),
         ("run", "dir", "elsewhere", None),
     ],

@@ -20,6 +20,7 @@ import torch
 from asyncrl.errors import CheckpointError
 from asyncrl.training.checkpoints.manifest import SavedLayout, SavedTensor
 from asyncrl.training.checkpoints.restoring import restore
+from asyncrl.training.checkpoints.saved_shards import SavedShards
 from asyncrl.training.checkpoints.shard import Shard, Snapshot, write_snapshots
 from asyncrl.training.checkpoints.store import CheckpointStore, check_extra, read_checkpoint, resume_from
 from asyncrl.training.models.model_directory import HuggingFaceModel
@@ -116,7 +117,7 @@ def _from_the_future(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
     "cut manifest": (_garble, "manifest.json is damaged"),
-    "other format": (_from_the_future, "has format 99; this version of asyncrl reads format 2"),
+    "other format": (_from_the_future, "has format 99; this version of asyncrl reads format 3"),
     "empty manifest": (lambda path: (path / "manifest.json").write_text("{}"), "has format None"),
     "missing file": (lambda path: (path / SHARD).unlink(), f"{SHARD}: No such file or directory"),
     "cut file": (_cut, f"{SHARD} has 20 bytes, not "),
@@ -132,9 +133,9 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_intact_one_taken
     newest = save(tmp_path, 6)
     damage(newest)
     with pytest.raises(CheckpointError) as refused:
-        resume_from(tmp_path / "other", newest, LAYOUT)
+        resume_from(tmp_path / "other", newest)
     assert str(newest) in str(refused.value) and message in str(refused.value)
-    found = resume_from(tmp_path, "auto", LAYOUT)
+    found = resume_from(tmp_path, "auto")
     assert found is not None and found.step == 3
     assert newest.exists(), "what is no intact checkpoint is left alone"
 
@@ -154,9 +155,9 @@ def test_a_checkpoint_whose_model_cannot_generate_is_not_the_newest_good_one(
     save(tmp_path, 3, model=model(900.0))
     diverged = save(tmp_path, 6, model=model(weight))
     with pytest.raises(CheckpointError) as refused:
-        resume_from(tmp_path / "other", diverged, LAYOUT)
+        resume_from(tmp_path / "other", diverged)
     assert f"{diverged} cannot be gone on from: a weight in head is {told}; its training had" in str(refused.value)
-    found = resume_from(tmp_path, "auto", LAYOUT)
+    found = resume_from(tmp_path, "auto")
     assert found is not None and found.step == 3 and diverged.exists()
 
 
@@ -164,18 +165,9 @@ def test_where_no_checkpoint_is_intact_nothing_begins_anew_by_itself(tmp_path: P
     for step in (3, 6):
         _flip(save(tmp_path, step))
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact: .*step-000006.*step-000003") as refused:
-        resume_from(tmp_path, "auto", LAYOUT)
+        resume_from(tmp_path, "auto")
     assert "checkpoint.resume = never" in str(refused.value)
-    assert resume_from(tmp_path, "never", LAYOUT, first_attempt=1) is None
-
-
-def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
-    path = save(tmp_path, 3, layout=SavedLayout(4, 2))
-    for resume in ("auto", path):
-        with pytest.raises(CheckpointError) as refused:
-            resume_from(tmp_path, resume, SavedLayout(1, 1))
-        assert "written by 4 ranks (tensor parallel 2, data parallel 2)" in str(refused.value)
-        assert "this job has 1 rank (tensor parallel 1, data parallel 1)" in str(refused.value)
+    assert resume_from(tmp_path, "never", first_attempt=1) is None
 
 
 @dataclasses.dataclass
@@ -183,13 +175,13 @@ class Model:
     """A trainer of some model."""
 
     specs: tuple[TensorSpec, ...]
-    restored: Shard | None = None
+    restored: SavedShards | None = None
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         return self.specs
 
-    def restore(self, shard: Shard) -> None:
-        self.restored = shard
+    def restore(self, saved: SavedShards) -> None:
+        self.restored = saved
 
 
 @pytest.mark.parametrize(
@@ -206,7 +198,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_diffe
     path, layout = save(tmp_path, 3), RankLayout(0, 1, 0, 1)
     same, other = Model((TensorSpec("weight", "float32", (10,)),)), Model(specs)
     restore(same, path, layout, "actor")
-    assert same.restored is not None and same.restored.facts == {"step": 3}
+    assert same.restored is not None and same.restored.facts == [{"step": 3}]
     with pytest.raises(CheckpointError) as refused:
         restore(other, path, layout, "actor")
     assert f"{path} is a checkpoint of another model: {difference}" in str(refused.value)
@@ -216,23 +208,23 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_diffe
 def test_a_path_is_where_a_run_without_checkpoints_of_its_own_begins(tmp_path: Path) -> None:
     elsewhere = save(tmp_path / "elsewhere", 9)
     own = tmp_path / "own"
-    begun = resume_from(own, elsewhere, LAYOUT)
+    begun = resume_from(own, elsewhere)
     assert begun is not None and begun.step == 9
     save(own, 12)
-    restarted = resume_from(own, elsewhere, LAYOUT)
+    restarted = resume_from(own, elsewhere)
     assert restarted is not None and restarted.step == 12
     with pytest.raises(CheckpointError, match="nowhere is no complete checkpoint: there is no such directory"):
-        resume_from(tmp_path / "fresh", tmp_path / "nowhere", LAYOUT)
+        resume_from(tmp_path / "fresh", tmp_path / "nowhere")
 
 
 def test_a_restarted_gang_that_was_to_begin_anew_goes_on_from_what_it_wrote_itself(tmp_path: Path) -> None:
     save(tmp_path, 6)  # of an earlier job: attempt 0
-    assert resume_from(tmp_path, "never", LAYOUT, first_attempt=1) is None
+    assert resume_from(tmp_path, "never", first_attempt=1) is None
     save(tmp_path, 3, attempt=1)
-    found = resume_from(tmp_path, "never", LAYOUT, first_attempt=1)
+    found = resume_from(tmp_path, "never", first_attempt=1)
     assert found is not None and found.step == 3
     _flip(found.path)
-    assert resume_from(tmp_path, "never", LAYOUT, first_attempt=1) is None
+    assert resume_from(tmp_path, "never", first_attempt=1) is None
 
 
 def test_old_checkpoints_are_removed_and_damaged_ones_are_not_counted(tmp_path: Path) -> None:
@@ -277,7 +269,7 @@ def test_what_a_killed_process_left_half_done_is_ended(tmp_path: Path) -> None:
     (tmp_path / "step-000003").rename(tmp_path / ".step-000003.replaced")  # killed between two renames
     shutil.copytree(tmp_path / ".step-000003.replaced", tmp_path / ".step-000006.2.partial")
     shutil.copytree(tmp_path / ".step-000003.replaced", tmp_path / ".step-000001.removed")
-    found = resume_from(tmp_path, "auto", LAYOUT)
+    found = resume_from(tmp_path, "auto")
     assert found is not None and found.step == 3
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
@@ -312,7 +304,7 @@ def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(tmp_pa
         process = context.Process(target=save_and_die, args=(root, operation))
         process.start()
         process.join(30)
-        found = resume_from(root, "auto", LAYOUT)
+        found = resume_from(root, "auto")
         assert found is not None and found.extra == {"ledger.json": b"ledger of %d" % found.step}
         newest.append(found.step)
         assert all(path.name.startswith("step-") for path in root.iterdir()), "nothing half-done is left"
@@ -350,7 +342,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path
                 announced = receiver.recv()
         except EOFError:
             pass
-        found = resume_from(tmp_path, "auto", LAYOUT)
+        found = resume_from(tmp_path, "auto")
         assert found is not None and found.step >= announced
         left = [path.name for path in tmp_path.iterdir()]
         assert all(name.startswith("step-") for name in left), "nothing is left of what was half-done"

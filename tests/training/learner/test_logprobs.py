@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.training.learner import logprobs as module
 from asyncrl.training.learner.logprobs import token_logprobs
@@ -123,3 +127,34 @@ def test_no_tokens_are_no_error() -> None:
     logprobs, entropies = token_logprobs(logits, torch.zeros(0, dtype=torch.int64), temperature=1.0, vocab_size=VOCAB)
     logprobs.sum().backward()
     assert logprobs.shape == entropies.shape == (0,)
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Notes the largest float32 tensor that any operation returns, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_bfloat16_logits_are_never_float32_all_at_once(entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 10 * VOCAB)
+    logits = torch.randn(100, VOCAB).to(torch.bfloat16).requires_grad_()
+    with LargestFloat32() as largest:
+        logprobs, entropies = token_logprobs(
+            logits,
+            torch.zeros(100, dtype=torch.int64),
+            temperature=1.0,
+            vocab_size=VOCAB,
+            entropy_gradient=entropy_gradient,
+        )
+        (logprobs.sum() + (entropies.sum() if entropy_gradient else 0.0)).backward()
+    assert largest.elements == max(10 * VOCAB, 3 * 100)  # a chunk, or three sums for each token

@@ -93,6 +93,23 @@ def test_packed_rows_point_at_the_token_before_each_response_token(
     assert packed.places.tolist() == [starts[i] + k for i in chosen for k in range(lengths[i][1])]
 
 
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12), ranks=st.integers(1, 8)
+)
+def test_padding_fills_up_to_a_multiple_of_the_ranks_and_moves_no_token(
+    lengths: list[tuple[int, int]], ranks: int
+) -> None:
+    packed = pack_tokens(make_batch(lengths), MicroBatch(tuple(range(len(lengths)))))
+    padded = packed.padded(ranks)
+    added = len(padded.tokens) - len(packed.tokens)
+    assert 0 <= added < ranks and len(padded.tokens) % ranks == 0
+    assert sum(padded.lengths) == len(padded.tokens) == len(padded.positions)
+    assert padded.lengths[: len(lengths)] == packed.lengths
+    assert torch.equal(padded.tokens[: len(packed.tokens)], packed.tokens)
+    assert torch.equal(padded.positions[: len(packed.tokens)], packed.positions)
+    assert not padded.tokens[len(packed.tokens) :].any() and torch.equal(padded.rows, packed.rows)
+
+
 def test_a_sample_is_trained_when_the_mask_keeps_one_of_its_tokens() -> None:
     mask = torch.tensor([False, False, False, True])
     assert trained_sequences(make_batch([(2, 2), (1, 0), (3, 2)], loss_mask=mask)) == [False, False, True]

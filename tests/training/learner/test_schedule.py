@@ -42,5 +42,5 @@ def test_a_layout_places_tensor_parallel_ranks_side_by_side() -> None:
 
 
 def test_ranks_that_do_not_fill_whole_copies_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel = 2 does not divide the 3 ranks"):
+    with pytest.raises(ConfigError, match="tensor_parallel = 2 does not divide 3 ranks"):
         RankLayout(0, 3, 0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.training.backends import make_backend
 from asyncrl.training.learner.learner import Learner
 from asyncrl.training.ranks.layout import RankLayout
-from asyncrl.training.roles import Role
+from asyncrl.training.roles import Role, frozen_roles
 from asyncrl.training.train_group import TrainGroup
 from tests.training.batches import make_batch
 from tests.training.forked_ranks import run_ranks
@@ -95,3 +96,51 @@ def test_a_frozen_role_holds_weights_alone_and_computes_what_the_actor_computes(
     for frozen, actor, held, parameters in run_ranks(logprobs_of_both, model_directory("qwen3"), **world):
         assert torch.equal(frozen, actor)
         assert held == parameters
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(1, 1), (2, 1)], ids=["one rank", "DP 2"])
+def test_the_reference_is_the_policy_after_its_warm_up_and_is_refreshed_as_often_as_asked(
+    model_directory: Any, tmp_path: Path, ranks: int, tensor_parallel: int
+) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        for step in range(2):
+            await group.train_sft(None, make_batch(LENGTHS, rollout_id=10 + step), 1e-3)
+        steps = [await group.train(step, make_batch(LENGTHS, rollout_id=step)) for step in range(4)]
+        await group.offload()
+        await group.onload()
+        return [metrics["train/kl_reference"] for metrics in steps]
+
+    config = {
+        "run": {"dir": tmp_path},
+        "model": {"path": model_directory("qwen3")},
+        "train": {"lr": 1e-3, "tensor_parallel": tensor_parallel},
+        "algorithm": {"kl": "loss", "kl_coefficient": 0.1, "reference_interval": 2},
+    }
+    distances = run_world(scenario, world_size=ranks, config=config, make_backend=make_backend).value
+    assert [distance > 1e-9 for distance in distances] == [False, True, False, True]
+
+
+def test_a_teacher_of_another_architecture_teaches(model_directory: Any, tmp_path: Path) -> None:
+    batch = make_batch(LENGTHS)
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        teacher = await group.logprobs(batch, role="teacher")
+        told = []
+        for step in range(12):  # what it samples stays the same: the engine's log-probs are those of the policy
+            sampled = replace(batch, rollout_id=step, logprobs=await group.logprobs(batch))
+            told.append((await group.train(step, sampled))["train/kl_teacher"])
+        return told, torch.equal(teacher, await group.logprobs(batch, role="teacher"))
+
+    config = {
+        "run": {"dir": tmp_path},
+        "model": {"path": model_directory("qwen3")},
+        "rollout": {"max_staleness": 20},
+        "train": {"lr": 1e-3, "algorithm": "distill"},
+        "algorithm": {"teacher": model_directory("qwen2-tied")},
+    }
+    told, unchanged = run_world(scenario, world_size=1, config=config, make_backend=make_backend).value
+    assert unchanged and len({round(value, 4) for value in told}) > 6
+    given = Config.model_validate(config)
+    assert [role.name for role in frozen_roles(("teacher",), given)] == ["teacher"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.architecture import check_tensor_parallel, read_architecture
 from asyncrl.errors import ConfigError, ModelError
-from asyncrl.training.models.architecture import check_tensor_parallel, read_architecture
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -116,8 +116,13 @@ def test_a_size_that_is_not_given_is_asked_for(tmp_path: Path, config: dict[str,
 
 def test_planning_a_run_imports_neither_torch_nor_transformers() -> None:
     modules = ", ".join(
-        f"asyncrl.training.{name}"
-        for name in ("models.architecture", "ranks.layout", "learner.packing", "learner.schedule")
+        f"asyncrl.{name}"
+        for name in (
+            "config.architecture",
+            "training.ranks.layout",
+            "training.learner.packing",
+            "training.learner.schedule",
+        )
     )
     code = f"import sys, {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
