@@ -7,6 +7,7 @@ multiplies the token's loss, and has no gradient.
 
 - `truncate` bounds it: min(weight, upper), and max(weight, lower) (arXiv 2505.24298; Yao et al. 2025, "Your efficient
   RL framework secretly brings you off-policy RL training").
+- `auto` is `off` until the mismatch of a step is over `AUTO_MISMATCH`, and `truncate` from then on.
 - `mask` drops what lies outside: 0 unless lower <= weight <= upper. At the level of tokens with 0.5 and 5 this is
   IcePop's band (Ring-1T, arXiv 2510.18855). A dropped token still counts in the mean.
 """
@@ -23,8 +24,13 @@ from torch import Tensor
 
 from asyncrl.algorithms.algorithm import TokenInputs
 
-Kind = Literal["off", "truncate", "mask"]
+Kind = Literal["off", "auto", "truncate", "mask"]
 Level = Literal["token", "sequence", "geometric"]
+
+AUTO_MISMATCH = 0.01
+"""`auto` corrects from the step on after one whose mismatch (k3, in nat per token) is over it. On policy it is 1e-9 in
+float32, and about the square of train/logprob_diff_mean in bfloat16 (0.02: 4e-4). At 0.01 ratios of 0.87 and 1.15 are
+usual, and clips of 0.2 begin to bind before anything was trained."""
 
 METRICS: Mapping[str, str] = {
     "train/mismatch_k1": (
@@ -43,7 +49,8 @@ METRICS: Mapping[str, str] = {
     "train/corrected_high": "Fraction of the trained tokens whose weight was over correction_upper.",
     "train/corrected_low": "Fraction whose weight was under correction_lower.",
 }
-"""What the figures are. Those of the mismatch are there where log-probs are recomputed before the step."""
+"""What the figures are. `mismatch_k3` is of the first optimizer step of a batch, or of the whole batch where log-probs
+are recomputed before the step; the others of the mismatch are there in that case alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Correction:
             if self.level != "token":
                 d = tokens.over_sequence(d, mean=self.level == "geometric")
             high, low = d > math.log(self.upper), d < (math.log(self.lower) if self.lower > 0 else -math.inf)
-            if self.kind == "truncate":
+            if self.kind != "mask":
                 d = d.clamp(max=math.log(self.upper), min=math.log(self.lower) if self.lower > 0 else None)
                 weights = d.exp()
             else:

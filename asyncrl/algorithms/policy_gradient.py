@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import groups_without_signal
 from asyncrl.algorithms.aggregation import Aggregation, Unit
 from asyncrl.algorithms.algorithm import (
+    OLD_LOGPROBS,
     Columns,
     Needs,
     TokenInputs,
@@ -93,17 +94,12 @@ class PolicyGradient:
     """As `Needs.group_samples`."""
 
     @property
-    def recomputes(self) -> bool:
-        """Whether ratios compare with the trainer's own log-probs before the step."""
-        return self.old_logprobs == "trainer" or self.correction.kind != "off"
-
-    @property
     def needs(self) -> Needs:
         """By the settings."""
         return Needs(
             group_samples=self.group_samples,
             entropy_gradient=self.entropy_bonus != 0,
-            old_logprobs=self.recomputes,
+            old_logprobs=self.old_logprobs == "trainer" or self.correction.kind in ("truncate", "mask"),
             roles=(REFERENCE,) * (self.kl != "off") + (TEACHER,) * (self.teacher_weight != 0),
             aggregation=Aggregation(self.aggregation, self.max_new_tokens),
         )
@@ -148,11 +144,12 @@ class PolicyGradient:
     def loss(self, tokens: TokenInputs) -> TokenLoss:
         """Reports the figures of `METRICS` that are sums or maxima over tokens."""
         mask = tokens.mask
-        compared = tokens.old_logprobs if self.recomputes else tokens.engine_logprobs
+        recomputed = OLD_LOGPROBS in tokens.columns
+        compared = tokens.old_logprobs if recomputed else tokens.engine_logprobs
         log_ratio = torch.where(mask, tokens.logprobs - compared, 0.0)
         made = self.surrogate(log_ratio, tokens)
         losses, figures = made.losses, dict[str, Tensor]()
-        if self.correction.kind != "off":
+        if recomputed and self.correction.kind != "off":
             weights, figures = self.correction.weights(tokens)
             losses = losses * weights
         loss = tokens.total(losses)

@@ -62,12 +62,16 @@ def model(config: Config) -> Iterator[Finding]:
         return
     try:
         files = safetensors_files(path)
-        for file in files:
+    except ModelError as error:
+        yield failed("model", str(error), "download the model whole, as safetensors")
+        return
+    for file in files:
+        try:
             with safe_open(file, framework="numpy"):  # holds the header against the length of the file
                 pass
-    except (ModelError, OSError, SafetensorError) as error:
-        yield failed("model", f"{path}: {error}", "download the model again, whole")
-        return
+        except (OSError, SafetensorError) as error:
+            yield failed("model", f"{file}: {error}", "download the model again, whole")
+            return
     yield ok("model", f"{path}: {size(weights_bytes(path))} in {counted(len(files), 'file')}")
 
 

@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 from torch import Tensor
 
-from asyncrl.algorithms.algorithm import Columns, role_logprobs
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
-from asyncrl.config.sections.algorithm import REFERENCE
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.staleness import Bound
-from asyncrl.errors import AlgorithmError, ExportError, TrainerError, WeightUpdateError
+from asyncrl.errors import ExportError, TrainerError, WeightUpdateError
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.waits import waiting
 from asyncrl.tasks import Background
 from asyncrl.training.backends import make_backend
 from asyncrl.training.checkpoints.restoring import saved_tensors
@@ -38,12 +34,13 @@ from asyncrl.training.checkpoints.saver import CheckpointSaver
 from asyncrl.training.checkpoints.store import SavedCheckpoint
 from asyncrl.training.last_policy import keep_leftovers, leave_policy
 from asyncrl.training.learner.backend import BackendFactory
+from asyncrl.training.preparation import Preparation
 from asyncrl.training.ranks import commands
 from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
 from asyncrl.training.ranks.failures import tried
 from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
-from asyncrl.training.roles import ACTOR, Role, frozen_roles
+from asyncrl.training.roles import ACTOR, Role
 from asyncrl.training.statistics import TrainGroupStatistics
 from asyncrl.training.trainer_events import TrainerReady, TrainerResumed, TrainerStepped
 from asyncrl.weights.buckets import TensorSpec
@@ -97,9 +94,11 @@ class TrainGroup:
         self._publisher = None if publishing is None else publishing.make_publisher(self)
         self._environment = environment = RankEnvironment.from_environ()
         self._bound = Bound.of(config)
-        self._algorithm = make_algorithm(config)
-        self._frozen = frozen_roles(self._algorithm.needs.roles, config)
-        self._roles = {role.name: role for role in (Role(ACTOR, str(config.model.path)), *self._frozen, *roles)}
+        self._preparation = Preparation(
+            config, make_algorithm(config), events, logprobs=self.logprobs, refresh=self._refresh
+        )
+        all_roles = (Role(ACTOR, str(config.model.path)), *self._preparation.roles, *roles)
+        self._roles = {role.name: role for role in all_roles}
         layout = environment.layout(config)
         self._checkpoints = CheckpointSaver(
             config,
@@ -145,6 +144,7 @@ class TrainGroup:
             self._specs[name] = cast(tuple[TensorSpec, ...], specs)
         if resumed is not None:
             self.resumed, self._step = resumed, resumed.step
+            self._preparation.restore(resumed.extra)
             self._events.emit(
                 TrainerResumed(step=resumed.step, path=str(resumed.path), other_layout=resumed.other_layout)
             )
@@ -167,12 +167,10 @@ class TrainGroup:
         """
         if not self._config.debug.train_only:  # a replay trains saved batches as they are
             self._bound.check(batch)
-        batch = await self._with_logprobs_of_roles(rollout_id, batch)
-        columns = await self._columns(batch)
-        mask = batch.loss_mask if columns.keep is None else batch.loss_mask & columns.keep
-        batch = replace(batch, columns={**batch.columns, **columns.tokens}, loss_mask=mask)
+        batch, figures = await self._preparation.prepare(rollout_id, batch)
         metrics = await self._train(rollout_id, commands.Train(ACTOR), batch)
-        return metrics | {f"train/{name}": value for name, value in columns.metrics.items()}
+        self._preparation.trained(rollout_id, metrics)
+        return metrics | {f"train/{name}": value for name, value in figures.items()}
 
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
         """One supervised step on the sampled tokens of `batch`; returns rank 0's metrics.
@@ -261,7 +259,7 @@ class TrainGroup:
             rollout_id + 1,
             copy,
             roles={role: saved_tensors(specs) for role, specs in self._specs.items()},
-            extra=extra or {},
+            extra={**(extra or {}), **self._preparation.save()},
             wait=wait,
         )
 
@@ -336,25 +334,9 @@ class TrainGroup:
 
     # steps
 
-    async def _with_logprobs_of_roles(self, rollout_id: int, batch: RolloutBatch) -> RolloutBatch:
-        """The batch with a column of log-probs for each role that the algorithm needs."""
-        given = self._config.algorithm
-        for role in self._frozen:
-            begins = rollout_id == 0 and given.reference is None
-            if role.name == REFERENCE and (begins or rollout_id % (given.reference_interval or rollout_id + 1) == 0):
-                what = self._of(REFERENCE, "taking over the policy's weights")
-                await self._ranks.run(commands.CopyWeights(REFERENCE, ACTOR), what)
-            column = {role_logprobs(role.name): await self.logprobs(batch, role.name)}
-            batch = replace(batch, columns={**batch.columns, **column})
-        return batch
-
-    async def _columns(self, batch: RolloutBatch) -> Columns:
-        """What the algorithm computes over the whole batch; in a thread, since it may take long."""
-        try:
-            with waiting("the columns of the batch", "the algorithm", self._config.train.step_timeout_s):
-                return await anyio.to_thread.run_sync(self._algorithm.columns, batch, abandon_on_cancel=True)
-        except TimeoutError as error:
-            raise AlgorithmError(f"train.algorithm: {self._config.train.algorithm}: {error}") from None
+    async def _refresh(self, role: str) -> None:
+        what = self._of(role, "taking over the policy's weights")
+        await self._ranks.run(commands.CopyWeights(role, ACTOR), what)
 
     async def _train(self, rollout_id: int | None, command: Command, batch: RolloutBatch) -> dict[str, float]:
         """Has every rank train; counts the step where it is one of the loop."""

@@ -48,6 +48,19 @@ class TrainerStepped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSwitchedOn(Event):
+    """Tokens of another policy are corrected for from the next step on (algorithm.correction = "auto")."""
+
+    kind: ClassVar[str] = "correction_switched_on"
+
+    step: int
+    """Batches trained so far."""
+    mismatch: float
+    """train/mismatch_k3 of the last one, in nat."""
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRankFailed(Event):
     """A rank raised, died, or hangs; the trainer takes no further command."""
 

@@ -141,7 +141,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(refused, option, mean
     assert refused(option, "1")[option] == f"unknown option; did you mean {meant}?"
 
 
-@pytest.mark.parametrize("option", ["--qqqqqqq", "--train.optimizer", "--run.color", "--engine.count"])
+@pytest.mark.parametrize("option", ["--qqqqqqq", "--train.quantiser", "--run.color", "--engine.count"])
 def test_a_key_like_no_other_gets_no_misleading_suggestion(refused, option):
     assert refused(option, "1")[option] == "unknown option"
 

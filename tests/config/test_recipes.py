@@ -61,6 +61,7 @@ def test_a_recipe_for_gpus_fits_the_machine_that_it_names(
     assert f"--as {machine}" in file.read_text()
     argv = ["@", str(file), "--dry-run", "--as", machine, "--nproc-per-node", str(ranks)]
     loaded = resolve(parse_command_line(argv), Machine(), dry_run=True)
+    assert loaded.memory is not None and loaded.memory.worst is None
     check_start(loaded)
     layout, (of_engines, transport) = loaded.layout, ON_GPUS[recipe, machine, ranks]
     assert (layout.device, layout.dtype, len(layout.trainers)) == ("cuda", "bfloat16", ranks)

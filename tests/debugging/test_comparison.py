@@ -25,7 +25,7 @@ def test_what_is_the_same_to_within_the_tolerance_is_said_to_be_so() -> None:
     assert [d.name for d in same.metrics] == ["train/grad_norm", "train/loss"] and not same.differing
     assert same.in_words().startswith("step 3: as recorded; trainer and engine differ by 0.0e+00 nat a token")
     assert verdict([same]) == (
-        "1 steps replayed, all as recorded within 0.0001 "
+        "1 step replayed, all as recorded within 0.0001 "
         "(largest relative difference 5.0e-06, train/grad_norm of step 3)"
     )
 

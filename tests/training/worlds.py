@@ -98,8 +98,9 @@ class ScriptedBackend:
         threads = torch.tensor(float(torch.get_num_threads()))
         dist.all_reduce(threads)
         largest = {} if loss.current is None else {"logprob_diff": 0.0, "policy_moved": 0.0}
-        counts = {f"{name}_tokens": 0.0 for name in largest}
-        sums = {"loss": 0.0, "tokens": float(batch.loss_mask.sum()), **largest, **counts}
+        mismatch = {"mismatch_k3": 0.0} if largest else {}
+        counts = {f"{name}_tokens": 0.0 for name in (*largest, *mismatch)}
+        sums = {"loss": 0.0, "tokens": float(batch.loss_mask.sum()), **largest, **mismatch, **counts}
         columns = {
             f"column_sum.{name}": self._together(f"column {name}", float(column.sum()))
             for name, column in sorted(batch.columns.items())

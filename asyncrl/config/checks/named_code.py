@@ -119,9 +119,11 @@ def filter_problems(filters: Sequence[str]) -> Iterator[Problem]:
 def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[Problem]:
     """What is wrong with the name of the algorithm, with its arguments, and with the settings that it is given."""
     name = train.algorithm
+    # What a dry run has printed names every setting, so only another value than the default is one that was given.
+    changed = {key for key, field in type(given).model_fields.items() if getattr(given, key) != field.default}
     if ":" in name:
         yield from function_problems("train.algorithm", name)
-        for key in sorted(given.model_fields_set - _ROLES):
+        for key in sorted(changed - _ROLES):
             yield Problem(
                 f"algorithm.{key}", "is for the project's algorithms; set one of your own in [train.algorithm_args]"
             )
@@ -135,7 +137,7 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
             yield Problem("train.algorithm_args", f"are for an algorithm of your own; {where}")
         has = BUILTIN_ALGORITHMS[name].settings
         told = ", ".join(sorted(has)) or "none"
-        for key in sorted(given.model_fields_set - has):
+        for key in sorted(changed - has):
             yield Problem(f"algorithm.{key}", f"{name} has no such setting; it has {told}")
     for key in ("reference", "teacher"):
         path = getattr(given, key)
@@ -152,6 +154,8 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
         yield Problem(
             "algorithm.old_logprobs", "a correction compares with the trainer's log-probs; leave it out, or set trainer"
         )
+    if given.correction == "auto" and given.old_logprobs == "trainer":
+        yield Problem("algorithm.old_logprobs", "correction = auto decides when log-probs are computed; leave it out")
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[Problem]:

@@ -24,9 +24,10 @@ Recompute = Literal["none", "mlp", "full"]
 _FFN_KEPT = 5
 """Tensors of FFN width: gate and up as one, the activation, up plus Megatron's offset, and their product."""
 _FLOAT32 = 4
-_CHUNKS = 2
-"""Temporaries of the log-softmax, float32, each of at most so many logits (`training/learner/logprobs.py`):"""
+_CHUNKS: Mapping[DType, int] = {"float32": 1, "bfloat16": 2}
+"""Temporaries of the log-softmax in float32, beside logits and gradient (`training/learner/logprobs.py`) ..."""
 _CHUNK_LOGITS: Mapping[Device, int] = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""... each of at most so many logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,14 @@ class TokenActivations:
     """Of one layer, while its backward pass runs: what is computed again, and gradients of its widest tensors."""
     logits: int
     """Logits, and as much again for their gradient. Every token counts as sampled."""
-    vocabulary: int
-    """Logits of one token on this rank."""
-    chunk: int
-    """Most logits whose log-softmax is computed at once."""
+    softmax: int
+    """Temporaries of the log-softmax, as long as all logits are computed at once."""
+    most_softmax: int
+    """Most that these take, of any number of tokens, in bytes."""
 
     def peak(self, tokens: int) -> tuple[int, int]:
         """(activations, logits) of `tokens` tokens where they take most memory together."""
-        logits = tokens * self.logits + _CHUNKS * _FLOAT32 * min(tokens * self.vocabulary, self.chunk)
+        logits = tokens * self.logits + min(tokens * self.softmax, self.most_softmax)
         return tokens * self.kept + max(0, tokens * self.again - logits), logits
 
 
@@ -71,12 +72,13 @@ def token_activations(shape: RankShape, *, dtype: DType, device: Device, recompu
     ffn = _FFN_KEPT * shape.ffn * number
     layer = 2 * block_norm + attention + ffn
     kept = {"none": layer, "mlp": layer - ffn, "full": -(-width * number // parts)}[recompute]
-    gradients = 4 * shape.ffn * number
+    gradients = 2 * shape.ffn * number
     ends = -(-norm(width, 1) // parts) + width * number  # the last norm, and the output layer's input of all tokens
+    ends += shape.model.head_dim * _FLOAT32  # the angles of the rotary embedding, which all layers share
     return TokenActivations(
         kept=shape.model.num_layers * kept + ends,
         again={"none": 0, "mlp": ffn, "full": layer}[recompute] + gradients,
         logits=2 * shape.vocabulary * number,
-        vocabulary=shape.vocabulary,
-        chunk=_CHUNK_LOGITS[device],
+        softmax=_CHUNKS[dtype] * _FLOAT32 * shape.vocabulary,
+        most_softmax=_CHUNKS[dtype] * _FLOAT32 * _CHUNK_LOGITS[device],
     )

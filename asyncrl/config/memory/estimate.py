@@ -13,7 +13,7 @@ from asyncrl.config.architecture import Architecture
 from asyncrl.config.checks.served import served_beside
 from asyncrl.config.layout import EnginePlacement, ProcessLayout
 from asyncrl.config.memory.engine import RUNTIME_BYTES, EngineMemory, engine_memory
-from asyncrl.config.memory.needs import JobMemory, Need, added
+from asyncrl.config.memory.needs import JobMemory, Need, Parts, added
 from asyncrl.config.memory.shapes import BYTES, RankShape
 from asyncrl.config.memory.trainer import TrainerMemory, trainer_memory
 from asyncrl.config.root import Config
@@ -38,6 +38,8 @@ class Estimator:
     model: Architecture
     gpu_bytes: int | None = None
     """Memory of each GPU; None where it is not known, and on CPU."""
+    host_bytes: int | None = None
+    """Memory of the node of rank 0; None where it is not known."""
     beside: Mapping[str, Architecture] = field(default_factory=dict)
     """Models that are served beside the trained one, by name, as far as their shape is known."""
 
@@ -115,6 +117,7 @@ class Estimator:
         return JobMemory(
             devices=tuple(self._needs(tokens, placed)),
             host={purpose: size for purpose, size in self._host() if size},
+            host_bytes=self.host_bytes,
             tokens=tokens if trained else None,
             longest=self.largest_budget(),
             admitted=self.config.model.context_length or self.model.max_positions,
@@ -140,9 +143,9 @@ class Estimator:
     def _turns(self, tokens: int, trainer: TrainerMemory, engine: EngineMemory, who: tuple[str, str]) -> Iterator[Need]:
         """The moments of GPUs that the trainer and engines share; each of the two stays as a process in all of them."""
         ranks, names = who
-        runtime = engine.parts.get("runtime", 0)
-        yield Need(f"{ranks}, training", added(trainer.at(tokens), {"runtime": runtime}), self.usable)
-        weights = {"weights": engine.parts["weights"], "runtime": runtime}
+        runtime: Parts = {"runtime": engine.parts.get("runtime", 0)}
+        yield Need(f"{ranks}, training", added(trainer.at(tokens), runtime), self.usable)
+        weights: Parts = {"weights": engine.parts["weights"], **runtime}
         yield Need("handover of weights", added(trainer.handover, weights), self.usable)
         yield Need(f"{names}, serving", added(engine.parts, {"runtime": trainer.runtime}), self.gpu_bytes)
         if self.config.engine.colocate_memory_peak_device == "gpu":
@@ -161,7 +164,7 @@ class Estimator:
             yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)
         if layout.colocated:
             state = 0 if trainer.on_host else trainer.optimizer
-            yield "Adam's state and weights in the engines' turn", ranks * (state + trainer.weights)
+            yield "Adam's state and weights of the ranks in the engines' turn", ranks * (state + trainer.weights)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

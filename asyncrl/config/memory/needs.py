@@ -41,6 +41,8 @@ class JobMemory:
     """Each kind of device user at each moment; alike ones once."""
     host: Mapping[str, int] = field(default_factory=dict)
     """Page-locked and other memory that the job takes on the node of rank 0, in bytes by purpose."""
+    host_bytes: int | None = None
+    """Memory of that node; None where it is not known."""
     tokens: int | None = None
     """Packing budget that the activations are for; None where no rank trains."""
     longest: int | None = None
@@ -49,6 +51,11 @@ class JobMemory:
     """The longest sequence that the job would sample, by the context of its model."""
     kv_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens whose KV each engine holds."""
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether the node of rank 0 has the host memory; True where its size is not known."""
+        return self.host_bytes is None or sum(self.host.values()) <= self.host_bytes
 
     @property
     def worst(self) -> Need | None:

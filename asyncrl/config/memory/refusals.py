@@ -55,8 +55,16 @@ def memory_problems(
         if memory.kv_tokens < (longest if planned and engine_id.startswith("engine-") else 1)
     ]
     if told is None and full and "quantization" not in estimator.config.engine.server_args:
-        engine_id, tokens = full[0]
-        told = f"{engine_id} has room for the KV of {max(0, tokens)} tokens beside its weights, and needs {longest}"
+        engine_id, room = full[0]
+        told = f"{engine_id} has room for the KV of {max(0, room)} tokens beside its weights, and needs {longest}"
+    memory = estimator.memory(tokens)
+    if planned and not memory.host_fits:
+        yield Problem(
+            "host memory",
+            f"the node of rank 0 has {(memory.host_bytes or 0) / _GB:.1f} GB, and the job takes "
+            f"{sum(memory.host.values()) / _GB:.1f} GB ({', '.join(memory.host)}); train.optimizer_on_host = false, "
+            'weights.keep_published = "never" and engine.colocate = false take less',
+        )
     if told is not None:
         yield Problem(KEY, f"{told}; {remedy(estimator, machine, longest)}{also}")
 
@@ -112,7 +120,7 @@ def _stronger(mode: str) -> Iterator[tuple[str, float]]:
 
 
 def _doublings(key: str, value: int, most: int, cost: float) -> list[_Change]:
-    found = []
+    found: list[_Change] = []
     for times in itertools.count(1):
         value *= 2
         if value > most:
@@ -158,8 +166,10 @@ def _layout(estimator: Estimator, config: Config, machine: Machine) -> ProcessLa
 
 def _fits(estimator: Estimator, longest: int) -> bool:
     memory = estimator.memory(estimator.budget(longest))
-    return memory.worst is None and all(
-        tokens >= longest for engine_id, tokens in memory.kv_tokens.items() if engine_id.startswith("engine-")
+    return (
+        memory.worst is None
+        and memory.host_fits
+        and all(tokens >= longest for engine_id, tokens in memory.kv_tokens.items() if engine_id.startswith("engine-"))
     )
 
 

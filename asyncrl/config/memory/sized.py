@@ -49,7 +49,8 @@ def sized_job(config: Config, layout: ProcessLayout, machine: Machine, *, dry_ru
     beside = {name: shape for name, shape in shapes.items() if shape is not None}
     sources: dict[str, str] = {}
     longest = config.model.context_length or config.rollout.max_new_tokens + 1
-    estimator = Estimator(config, layout, model, machine.gpu_bytes if layout.device == "cuda" else None, beside)
+    gpu_bytes = machine.gpu_bytes if layout.device == "cuda" else None
+    estimator = Estimator(config, layout, model, gpu_bytes, machine.host_bytes, beside)
     tokens = config.train.packing_budget if config.model.builder is not None else estimator.budget(longest)
     problems = memory_problems(estimator, machine, tokens=tokens, longest=longest, planned=dry_run)
     if config.train.max_tokens_per_microbatch is None and layout.device == "cuda" and config.model.builder is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
+from asyncrl.config.memory.estimate import USABLE
 from asyncrl.config.memory.needs import JobMemory, Need, PartName
 
 _UNITS = ((10**9, "GB"), (10**6, "MB"))
@@ -27,7 +28,8 @@ def memory_lines(memory: JobMemory) -> list[str]:
     known = any(need.capacity is not None for need in memory.devices)
     place = "GPU" if known else "rank"
     heads = [*(_NAMES.get(name, name) for name in columns), "sum", *(["of"] if known else [])]
-    lines = [f"memory in {symbol} for each {place}, estimated (docs/gpu.md says what is counted)"]
+    share = f"; trainer ranks can use {USABLE:.0%} of theirs" if known else ""
+    lines = [f"memory in {symbol} for each {place}, estimated as docs/gpu.md says{share}"]
     lines.append("  " + " " * first + "".join(f"{head:>{_WIDTH}}" for head in heads))
     for need in memory.devices:
         sizes = [need.parts.get(name, 0) for name in columns] + [need.total]
@@ -54,6 +56,8 @@ def _notes(memory: JobMemory, unit: int, symbol: str) -> Iterator[str]:
         yield f"KV of {min(memory.kv_tokens.values())} tokens in each engine"
     for purpose, size in memory.host.items():
         yield f"host memory: {_number(size, unit)} {symbol}, {purpose}"
+    if memory.host and memory.host_bytes is not None:
+        yield f"host memory of the node of rank 0: {_number(memory.host_bytes, unit)} {symbol}"
 
 
 def _number(size: int, unit: int) -> str:

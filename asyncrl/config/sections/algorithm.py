@@ -54,9 +54,9 @@ class AlgorithmConfig(Section):
     """The policy that ratios compare with: as the engine told its log-probs, or as the trainer computes them before the
     step (one more forward pass). With a correction it is the trainer."""
 
-    correction: Literal["off", "truncate", "mask"] = "off"
+    correction: Literal["off", "auto", "truncate", "mask"] = "off"
     """Importance weights for tokens of another policy than the trainer's before the step: bounded, or 0 outside of the
-    bounds."""
+    bounds; auto bounds them from the step on after one whose train/mismatch_k3 is over 0.01."""
 
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Of each token; the product over its sequence; or the geometric mean over it."""

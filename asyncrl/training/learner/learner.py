@@ -34,7 +34,14 @@ from asyncrl.training.learner.collate import check_batch, trained_sequences
 from asyncrl.training.learner.extremes import describe_extremes
 from asyncrl.training.learner.packing import StepPlan, plan_steps
 from asyncrl.training.learner.schedule import learning_rate
-from asyncrl.training.learner.step_loss import AGREEMENT, MOVED, TOKENS, StepLoss, made_by_current_weights
+from asyncrl.training.learner.step_loss import (
+    AGREEMENT,
+    MISMATCH,
+    MOVED,
+    TOKENS,
+    StepLoss,
+    made_by_current_weights,
+)
 from asyncrl.training.learner.tally import Tally
 from asyncrl.training.ranks.layout import RankLayout
 
@@ -105,12 +112,11 @@ class Learner:
             total_steps=train.num_steps,
         )
         compared: dict[str, float] = {}
-        if self._algorithm.needs.old_logprobs:
-            old = self.logprobs(batch)
-            batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: old})
-            if self._algorithm.needs.engine_logprobs:
-                trained = batch.loss_mask
-                compared = mismatch((old - batch.logprobs)[trained], token_staleness(batch)[trained])
+        if self._algorithm.needs.old_logprobs and OLD_LOGPROBS not in batch.columns:
+            batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: self.logprobs(batch)})
+        if (old := batch.columns.get(OLD_LOGPROBS)) is not None and self._algorithm.needs.engine_logprobs:
+            trained = batch.loss_mask
+            compared = mismatch((old - batch.logprobs)[trained], token_staleness(batch)[trained])
         current = None
         if self._algorithm.needs.engine_logprobs:
             current = made_by_current_weights(batch, keeps_kv=self._config.weights.on_update == "in_place")
@@ -225,10 +231,13 @@ class Learner:
 
 
 def _compared(tally: Tally) -> dict[str, float]:
-    """Takes out of `tally` what was compared with the engine: mean and maximum of each figure that has tokens."""
+    """Takes out of `tally` what was compared with the engine, where it has tokens."""
     compared: dict[str, float] = {}
     for name in (AGREEMENT, MOVED):
         total, tokens, largest = tally.sums.pop(name), tally.sums.pop(name + TOKENS), tally.maxima.pop(name)
         if tokens:
             compared |= {f"{name}_mean": total / tokens, f"{name}_max": largest}
+    total, tokens = tally.sums.pop(MISMATCH), tally.sums.pop(MISMATCH + TOKENS)
+    if tokens:
+        compared[MISMATCH] = total / tokens
     return compared

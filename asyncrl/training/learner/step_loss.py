@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.algorithm import TokenInputs
+from asyncrl.algorithms.algorithm import TokenInputs, sum_where
 from asyncrl.algorithms.chosen import ChosenAlgorithm, token_staleness
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.training.learner.collate import PackedTokens, send
@@ -17,6 +17,8 @@ AGREEMENT = "logprob_diff"
 """Figure of tokens made by the weights that the trainer holds: here trainer and engine compute the same."""
 MOVED = "policy_moved"
 """Figure of tokens made by older weights."""
+MISMATCH = "mismatch_k3"
+"""Figure of all tokens: how far the trainer's policy is from the one that sampled them."""
 TOKENS = "_tokens"
 """Behind a figure: over how many tokens it is."""
 
@@ -65,7 +67,10 @@ class StepLoss:
             sums, maxima = {"loss": result.loss, "tokens": count, "entropy": entropy}, dict(result.maxima)
             if self.current is not None:
                 current = send(self.current[packed.places], logprobs.device)
-                difference = (logprobs - tokens.engine_logprobs).abs()
+                apart = logprobs - tokens.engine_logprobs
+                sums[MISMATCH] = sum_where(tokens.mask, apart.exp() - 1 - apart)
+                sums[MISMATCH + TOKENS] = count
+                difference = apart.abs()
                 for name, where in ((AGREEMENT, tokens.mask & current), (MOVED, tokens.mask & ~current)):
                     counted = torch.where(where, difference, 0.0)
                     sums[name], sums[name + TOKENS], maxima[name] = counted.sum(), where.sum(), counted.max()

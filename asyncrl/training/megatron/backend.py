@@ -80,7 +80,7 @@ class MegatronBackend:
         self._model: Optimizer | FrozenModel = (
             Optimizer(model, model_config, config.train, data_parallel=layout.data_parallel)
             if self._trained
-            else FrozenModel(model, model_config)
+            else FrozenModel(model, model_config, layout)
         )
 
     def forward_backward(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Tally:

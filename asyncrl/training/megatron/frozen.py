@@ -18,20 +18,29 @@ from asyncrl.training.megatron.host_memory import HostMemory, free_cached
 from asyncrl.training.megatron.model import PolicyModel
 from asyncrl.training.megatron.modules import BFloat16Module
 from asyncrl.training.megatron.shards import WEIGHT, Held, Read
+from asyncrl.training.ranks.layout import RankLayout
 
 
 class FrozenModel:
     """One rank's weights of a role that is not trained; has the part of `Optimizer` that is not about training."""
 
-    def __init__(self, model: PolicyModel, config: TransformerConfig) -> None:
+    def __init__(self, model: PolicyModel, config: TransformerConfig, layout: RankLayout) -> None:
         self._model = model.requires_grad_(False)
+        self._layout = layout
         self._host = HostMemory(next(model.parameters()).device)
         self.module = BFloat16Module(config, model) if config.params_dtype == torch.bfloat16 else model
         """Computes logits."""
 
     def state(self) -> tuple[list[Held], dict[str, Any]]:
-        """This rank's part of the weights, and no further facts."""
-        return [Held(name, _whole(value), {WEIGHT: value}) for name, value in self._model.named_parameters()], {}
+        """This rank's share of the weights, of which each copy of the model saves one; and no further facts."""
+        copy, copies = self._layout.data_parallel_rank, self._layout.data_parallel
+        held = []
+        for name, value in self._model.named_parameters():
+            size = value.numel()
+            piece = Piece(size * copy // copies, size * (copy + 1) // copies, size)
+            if piece.start < piece.stop:
+                held.append(Held(name, piece, {WEIGHT: value.view(-1)[piece.start : piece.stop]}))
+        return held, {}
 
     @torch.no_grad()
     def restore(self, facts: dict[str, Any], read: Read) -> None:
@@ -42,7 +51,8 @@ class FrozenModel:
         if facts:
             raise CheckpointError("this role is frozen, and the checkpoint was written by a job that trained it")
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(read(name, WEIGHT, _whole(parameter), parameter.dtype).view(parameter.shape))
+            whole = Piece(0, parameter.numel(), parameter.numel())
+            parameter.copy_(read(name, WEIGHT, whole, parameter.dtype).view(parameter.shape))
 
     @torch.no_grad()
     def copy(self, weights: Mapping[str, Tensor]) -> None:
@@ -60,7 +70,3 @@ class FrozenModel:
         """Undoes `offload`."""
         self._host.give_back()
         torch.cuda.synchronize()
-
-
-def _whole(parameter: Tensor) -> Piece:
-    return Piece(0, parameter.numel(), parameter.numel())

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from asyncrl.config import Config
+from asyncrl.config.machine import Machine
 from asyncrl.errors import TrainerError
 from asyncrl.observability.logging import forwarded
 from asyncrl.training.backends import make_backend
 from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.ranks.command_channel import CommandChannel
 from asyncrl.training.ranks.commands import RankState, Shutdown
+from asyncrl.training.ranks.device import check_device
 from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.meeting import meet
 from asyncrl.training.ranks.rank_link import Done, Failed, LinkAddress, LinkClient, describe
@@ -36,7 +38,9 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
     """Builds the default process group (NCCL and gloo with GPUs, gloo without) and the control group. Collective.
 
     It binds the CUDA device, so it must run in the thread that will train. `timeout_s` is the deadline of a command.
+    Raises TrainerError where torch cannot use the GPUs that the layout has.
     """
+    check_device(Machine.detect())
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(environment.local_rank)

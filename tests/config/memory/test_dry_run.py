@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from asyncrl.config.problems import InvalidConfigError
 from asyncrl.config.reading.loaded import LoadedConfig
 from asyncrl.config.reading.loading import load_config, parse_command_line, resolve
 from asyncrl.config.reading.report import dry_run_report
-from asyncrl.driver import _would_start
+from asyncrl.driver import check_start
 from tests.tiny_policy import write_policy
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -39,7 +40,7 @@ def test_the_table_fits_a_terminal_and_names_what_each_gpu_holds(recipe: Path) -
     report = dry_run_report(loaded).splitlines()
     start = next(i for i, line in enumerate(report) if line.startswith("# memory in GB for each GPU"))
     table = report[start : report.index("", start)]
-    assert max(map(len, table)) <= 102
+    assert max(map(len, table)) <= 104
     for words in (
         "weight  grads   Adam activ. logits     KV graphs buffer  other    sum     of",
         "handover of weights",
@@ -89,6 +90,15 @@ def test_the_setting_that_is_named_is_one_with_which_the_plan_goes_through(recip
     assert loaded.memory is not None and loaded.memory.worst is None
 
 
+def test_host_memory_that_is_not_there_is_refused_in_a_plan_of_this_machine(recipe: Path) -> None:
+    small = replace(GPUS, host_bytes=10**9)
+    argv = ("--dry-run", "--train.tensor-parallel", "4")
+    with pytest.raises(InvalidConfigError, match=r"host memory: the node of rank 0 has 1\.0 GB") as caught:
+        plan(recipe, "qwen3-8b", *argv, machine=small)
+    assert [problem.key for problem in caught.value.problems] == ["host memory"]
+    plan(recipe, "qwen3-8b", *argv, machine=small, dry_run=False)
+
+
 def test_a_start_is_refused_where_the_model_alone_is_more_than_the_gpu_holds(recipe: Path) -> None:
     small = Machine(world_size=4, local_world_size=4, gpus=tuple("01234567"), gpu_bytes=24 * 10**9)
     assert "before any activation" in refusal(recipe, "qwen3-8b", machine=small, dry_run=False)
@@ -130,7 +140,7 @@ def test_config_and_tokenizer_are_enough_for_a_whole_dry_run(
     write_policy(recipe.parent / "policy", vocab_size=64, context_length=40960, config=shape)
     argv = ["@", recipe.name, "--model.path", "policy", "--train.tensor-parallel", "4", "--dry-run", "--as", "8xH100"]
     with pytest.raises(SystemExit) as ended:
-        load_config(argv, dry_check=_would_start)
+        load_config(argv, dry_check=check_start)
     assert ended.value.code == 0
     assert "# planned for 8xH100" in capsys.readouterr().out
     assert not any((recipe.parent / "policy").glob("*.safetensors"))

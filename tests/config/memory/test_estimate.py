@@ -159,6 +159,14 @@ def test_the_state_of_adam_moves_to_the_host_and_is_counted_there() -> None:
     assert on_host.host["Adam's state and its gradients"] == 4 * (moved + on_device.devices[0].parts["gradients"])
 
 
+def test_host_memory_is_held_against_what_the_node_has() -> None:
+    job = estimator({"train": {"tensor_parallel": 4, "optimizer_on_host": True}}, gpus(8, 4))
+    needed = sum(job.memory(4096).host.values())
+    assert needed == pytest.approx((12 + 4 + 2) * RankShape(QWEN_8B).parameters, rel=1e-3)
+    assert replace(job, host_bytes=needed).memory(4096).host_fits
+    assert not replace(job, host_bytes=needed - 1).memory(4096).host_fits
+
+
 def test_shared_gpus_have_a_need_for_each_turn() -> None:
     memory = estimator({"train": {"tensor_parallel": 8}, "engine": {"colocate": True}}, gpus(8, 8)).memory(4096)
     assert [need.who for need in memory.devices] == [

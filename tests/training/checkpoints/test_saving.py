@@ -300,11 +300,11 @@ def test_a_directory_that_is_made_when_nobody_waits_for_it_any_more_is_removed(h
 def test_a_resume_in_another_layout_is_told_with_both_layouts(tmp_path: Path) -> None:
     async def save(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
-        return await group.save_checkpoint(0, wait=True) is not None
+        return await group.save_checkpoint(0, EXTRA, wait=True) is not None
 
     async def resume(group: TrainGroup, events: EventLog) -> Any:
         start = await group.init()
-        assert group.resumed is not None
+        assert group.resumed is not None and group.resumed.extra == EXTRA
         [told] = [event for event in events.recent if event["kind"] == "trainer_resumed"]
         return start, group.resumed.other_layout, TIMELINE["trainer_resumed"].entry(told).text
 

@@ -21,7 +21,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from asyncrl.algorithms.algorithm import OLD_LOGPROBS
+from asyncrl.algorithms.algorithm import OLD_LOGPROBS, role_logprobs
 from asyncrl.algorithms.chosen import make_algorithm
 from asyncrl.config import Config
 from asyncrl.config.architecture import Architecture
@@ -153,7 +153,8 @@ def play(
 
 def step_loss(batch: RolloutBatch, name: str) -> StepLoss:
     algorithm = make_algorithm(Config.model_validate({"train": {"algorithm": name}}))
-    batch = replace(batch, columns={OLD_LOGPROBS: batch.logprobs})
+    made = (OLD_LOGPROBS, *map(role_logprobs, algorithm.needs.roles))
+    batch = replace(batch, columns=dict.fromkeys(made, batch.logprobs))
     batch = replace(batch, columns={**batch.columns, **algorithm.columns(batch).tokens})
     current = made_by_current_weights(batch, keeps_kv=False)
     return StepLoss(batch, algorithm, current, weights=torch.ones(len(batch.tokens)))

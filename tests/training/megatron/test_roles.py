@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.algorithms.off_policy import AUTO_MISMATCH
 from asyncrl.config import Config
 from asyncrl.observability.events import EventLog
 from asyncrl.training.backends import make_backend
@@ -93,9 +94,11 @@ def test_a_frozen_role_holds_weights_alone_and_computes_what_the_actor_computes(
     model_directory: Any, ranks: int, tensor_parallel: int
 ) -> None:
     world = {"world_size": ranks, "tensor_parallel": tensor_parallel}
-    for frozen, actor, held, parameters in run_ranks(logprobs_of_both, model_directory("qwen3"), **world):
+    ranks_of_both = run_ranks(logprobs_of_both, model_directory("qwen3"), **world)
+    for frozen, actor, _, _ in ranks_of_both:
         assert torch.equal(frozen, actor)
-        assert held == parameters
+    held, parameters = (sum(rank[i] for rank in ranks_of_both) for i in (2, 3))
+    assert held * ranks // tensor_parallel == parameters, "copies of the model save one of them together"
 
 
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(1, 1), (2, 1)], ids=["one rank", "DP 2"])
@@ -144,3 +147,37 @@ def test_a_teacher_of_another_architecture_teaches(model_directory: Any, tmp_pat
     assert unchanged and len({round(value, 4) for value in told}) > 6
     given = Config.model_validate(config)
     assert [role.name for role in frozen_roles(("teacher",), given)] == ["teacher"]
+
+
+def test_an_automatic_correction_begins_once_the_mismatch_asks_for_it_and_goes_on_after_a_resume(
+    model_directory: Any, tmp_path: Path
+) -> None:
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        figures = []
+        for step in range(3):
+            batch = make_batch(LENGTHS, rollout_id=step)
+            apart = 0.0 if step == 0 else 0.5
+            engine = await group.logprobs(batch) - apart * batch.sampled
+            figures.append(await group.train(step, replace(batch, logprobs=engine)))
+        await group.save_checkpoint(2, wait=True)
+        return figures
+
+    async def resumed(group: TrainGroup, events: EventLog) -> Any:
+        step = await group.init()
+        return [await group.train(step, make_batch(LENGTHS, rollout_id=step))]
+
+    config = {
+        "run": {"dir": tmp_path},
+        "model": {"path": model_directory("qwen3")},
+        "rollout": {"max_staleness": 20},
+        "train": {"lr": 1e-4},
+        "algorithm": {"correction": "auto", "correction_upper": 1.2},
+    }
+    run = {"world_size": 1, "config": config, "make_backend": make_backend}
+    first = run_world(scenario, **run).value
+    assert [metrics["train/mismatch_k3"] > AUTO_MISMATCH for metrics in first] == [False, True, True]
+    assert ["train/correction_weight" in metrics for metrics in first] == [False, False, True]
+    assert first[2]["train/correction_weight"] == pytest.approx(1.2) and first[2]["train/corrected_high"] == 1.0
+    [after] = run_world(resumed, **run).value
+    assert "train/correction_weight" in after
