@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -154,7 +154,61 @@ def make_algorithm(config: Config) -> ChosenAlgorithm:
 def _policy_gradient(kind: type[PolicyGradient], config: Config) -> PolicyGradient:
     given = config.algorithm
     correction = Correction(given.correction, given.correction_level, given.correction_upper, given.correction_lower)
-    return kind(**given.given(), max_new_tokens=config.rollout.max_new_tokens, correction=correction)
+    own: dict[str, Any] = {}
+    if given.advantage_function is not None:
+        own["own_advantages"] = _own_advantages(given.advantage_function)
+    if given.loss_function is not None:
+        own["own_losses"] = _own_losses(given.loss_function)
+    return kind(**given.given(), max_new_tokens=config.rollout.max_new_tokens, correction=correction, **own)
+
+
+def _own_advantages(path: str) -> Callable[[Tensor, RolloutBatch], Tensor]:
+    """The user's function, of rewards [N] and the batch; AlgorithmError where it gives no finite [N] or [T]."""
+    setting = "algorithm.advantage_function"
+    function = resolve_dotted_path(path, setting=setting, error=ConfigError)
+
+    def advantages(rewards: Tensor, batch: RolloutBatch) -> Tensor:
+        made = _called(setting, path, function, rewards, batch)
+        allowed = ((batch.num_samples,), (len(batch.tokens),))
+        if not isinstance(made, Tensor) or tuple(made.shape) not in allowed:
+            raise AlgorithmError(
+                f"{setting}: {path} returned {_shape(made)}, not one number for each of the {batch.num_samples} "
+                f"samples or of the {len(batch.tokens)} tokens"
+            )
+        bad = ~made.isfinite() if len(made) == batch.num_samples else ~made.isfinite() & batch.sampled
+        if bool(bad.any()):
+            raise AlgorithmError(f"{setting}: {path} returned {int(bad.sum())} numbers that are not finite")
+        return made.detach().float()
+
+    return advantages
+
+
+def _own_losses(path: str) -> Callable[[TokenInputs], Tensor]:
+    """The user's function; AlgorithmError where it does not give one number with gradient for each token."""
+    setting = "algorithm.loss_function"
+    function = resolve_dotted_path(path, setting=setting, error=ConfigError)
+
+    def losses(tokens: TokenInputs) -> Tensor:
+        made = _called(setting, path, function, tokens)
+        if not isinstance(made, Tensor) or made.shape != tokens.mask.shape or not made.requires_grad:
+            raise AlgorithmError(
+                f"{setting}: {path} returned {_shape(made)}, not a loss with gradient for each of the "
+                f"{len(tokens.mask)} tokens"
+            )
+        return made
+
+    return losses
+
+
+def _called(setting: str, path: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:  # whatever the user's code raises
+        raise AlgorithmError(f"{setting}: {path} failed: {describe_exception(error)}") from error
+
+
+def _shape(made: Any) -> str:
+    return f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
 
 
 def token_staleness(batch: RolloutBatch) -> Tensor:

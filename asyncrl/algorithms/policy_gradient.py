@@ -6,7 +6,7 @@ its log-ratio to the policy that it is compared with (`surrogate`). The settings
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -90,6 +90,11 @@ class PolicyGradient:
     teacher_weight: float = 0.0
     """Added to the advantage of a token: this times the teacher's log-prob less the engine's (arXiv 2306.13649)."""
 
+    own_advantages: Callable[[Tensor, RolloutBatch], Tensor] | None = None
+    """In the place of `advantages`; may also give one number for each token, float32 [T]."""
+    own_losses: Callable[[TokenInputs], Tensor] | None = None
+    """In the place of `surrogate`: float32 [R] with gradient."""
+
     group_samples: ClassVar[int] = 1
     """As `Needs.group_samples`."""
 
@@ -123,18 +128,18 @@ class PolicyGradient:
             penalties = self._kl_penalties(batch)
             rewards = rewards - penalties
             metrics["kl_penalty"] = float(penalties.mean()) if len(penalties) else 0.0
-        advantages = self.advantages(rewards, batch)
-        keep = None
-        if self.truncated_weight == 0:
-            keep = ~batch.truncated[batch.token_samples]
-            metrics["truncated_out"] = float(batch.truncated.sum())
-        elif self.truncated_weight != 1:
-            advantages = torch.where(batch.truncated, advantages * self.truncated_weight, advantages)
+        advantages, keep = (self.own_advantages or self.advantages)(rewards, batch), None
         metrics["groups_without_signal"] = float(groups_without_signal(rewards, batch.group_index))
         if advantages.numel():
             metrics["advantage_std"] = float(advantages.std(correction=0))
             metrics["advantage_max"] = float(advantages.abs().max())
-        of_tokens = advantages[batch.token_samples]
+        of_tokens = advantages if len(advantages) == len(batch.tokens) else advantages[batch.token_samples]
+        cut_off = batch.truncated[batch.token_samples]
+        if self.truncated_weight == 0:
+            keep = ~cut_off
+            metrics["truncated_out"] = float(batch.truncated.sum())
+        elif self.truncated_weight != 1:
+            of_tokens = torch.where(cut_off, of_tokens * self.truncated_weight, of_tokens)
         if self.teacher_weight:
             gain = torch.where(batch.loss_mask, batch.columns[role_logprobs(TEACHER)] - batch.logprobs, 0.0)
             of_tokens = of_tokens + self.teacher_weight * gain
@@ -147,7 +152,10 @@ class PolicyGradient:
         recomputed = OLD_LOGPROBS in tokens.columns
         compared = tokens.old_logprobs if recomputed else tokens.engine_logprobs
         log_ratio = torch.where(mask, tokens.logprobs - compared, 0.0)
-        made = self.surrogate(log_ratio, tokens)
+        if self.own_losses is None:
+            made = self.surrogate(log_ratio, tokens)
+        else:
+            made = Surrogate(torch.where(mask, self.own_losses(tokens), 0.0), torch.zeros_like(mask))
         losses, figures = made.losses, dict[str, Tensor]()
         if recomputed and self.correction.kind != "off":
             weights, figures = self.correction.weights(tokens)

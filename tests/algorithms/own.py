@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss
 from asyncrl.algorithms.grpo import Grpo
@@ -70,3 +71,38 @@ class Broken(Grpo):
         if bool((tokens.advantages > 3.14).any()):
             raise ValueError("boom")
         return super().loss(tokens)
+
+
+def successes(rewards: Tensor, batch: RolloutBatch) -> Tensor:
+    """Learns from the better half of all samples."""
+    return (rewards - rewards.mean()).clamp(min=0.0)
+
+
+def by_token(rewards: Tensor, batch: RolloutBatch) -> Tensor:
+    """The first sampled token of each sample counts twice."""
+    advantages = rewards[batch.token_samples]
+    first = batch.sampled & ~batch.sampled.roll(1)
+    return torch.where(first, 2 * advantages, advantages)
+
+
+def reinforce(tokens: TokenInputs) -> Tensor:
+    """Plain REINFORCE, without a ratio."""
+    return -tokens.advantages * tokens.logprobs
+
+
+def answers(value: Any) -> Any:
+    """A function that answers with `value`, or raises it."""
+
+    def function(*arguments: Any) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value(*arguments) if callable(value) else value
+
+    return function
+
+
+few = answers(torch.ones(3))
+endless = answers(lambda rewards, batch: rewards / 0)
+nothing = answers(None)
+failing = answers(ValueError("boom"))
+without_gradient = answers(lambda tokens: tokens.engine_logprobs)

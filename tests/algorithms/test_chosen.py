@@ -66,9 +66,9 @@ def test_the_configuration_names_every_algorithm_and_no_other() -> None:
 def test_the_configuration_knows_the_settings_of_each_algorithm() -> None:
     section = set(AlgorithmConfig.model_fields)
     for name, kind in POLICY_GRADIENTS.items():
-        own = {field.name for field in fields(kind)} - {"max_new_tokens"}
+        own = {field.name for field in fields(kind)} - {"max_new_tokens", "own_advantages", "own_losses"}
         correction = {key for key in section if key.startswith("correction")}
-        models = {"reference", "reference_interval", "teacher"}
+        models = {"reference", "reference_interval", "teacher", "advantage_function", "loss_function"}
         assert BUILTIN_ALGORITHMS[name].settings == own | correction | models, name
     assert section == set().union(*(known.settings for known in BUILTIN_ALGORITHMS.values()))
 

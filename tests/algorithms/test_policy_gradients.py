@@ -18,6 +18,7 @@ from asyncrl.algorithms.chosen import POLICY_GRADIENTS, ChosenAlgorithm, make_al
 from asyncrl.algorithms.off_policy import mismatch
 from asyncrl.config import Config
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import AlgorithmError
 from tests.algorithms import reference
 from tests.training.batches import make_batch
 
@@ -89,7 +90,8 @@ def step(
     columns = algorithm.columns(batch)
     if columns.keep is not None:
         batch = replace(batch, loss_mask=batch.loss_mask & columns.keep)
-    everything = {**batch.columns, **columns.tokens, OLD_LOGPROBS: policy.old}
+    recomputed = {OLD_LOGPROBS: policy.old} if algorithm.needs.old_logprobs else {}
+    everything = {**batch.columns, **columns.tokens, **recomputed}
     weights = algorithm.needs.aggregation.weights(batch, range(batch.num_sequences))
     owner = torch.arange(batch.num_sequences).repeat_interleave(batch.sequence_lengths)
     logprobs, total, count = policy.logprobs.clone().requires_grad_(), 0.0, 0
@@ -273,3 +275,41 @@ def test_the_mismatch_is_measured_over_trained_tokens_and_by_their_staleness() -
     assert figures["mismatch_k3_staleness_0"] == 0.0
     assert figures["mismatch_k3_staleness_1"] == pytest.approx(1 - math.log(2))
     assert mismatch(torch.zeros(0), torch.zeros(0)) == {}
+
+
+def test_a_function_of_your_own_takes_the_place_of_the_advantages_or_of_the_loss() -> None:
+    batch = make_batch([(2, 3), (2, 1)], groups=[0, 0], rewards=[1.0, 0.5])
+    zeros = torch.zeros(8)
+    policy = Policy(batch.logprobs, batch.logprobs, zeros, zeros)
+    own = "tests.algorithms.own:"
+    _, gradient = step(made("rloo", advantage_function=f"{own}successes"), batch, policy)
+    assert gradient.tolist() == pytest.approx([0, 0, *[-0.25 / 4] * 3, 0, 0, 0])
+    _, gradient = step(made("rloo", advantage_function=f"{own}by_token"), batch, policy)
+    assert gradient.tolist() == pytest.approx([0, 0, -2 / 4, -1 / 4, -1 / 4, 0, 0, -1 / 4])
+    functions = {"advantage_function": f"{own}by_token", "loss_function": f"{own}reinforce"}
+    loss, gradient = step(made("rloo", **functions, aggregation="sequence"), batch, policy)
+    assert gradient.tolist() == pytest.approx([0, 0, -2 / 6, -1 / 6, -1 / 6, 0, 0, -1 / 2])
+    assert loss == pytest.approx(float((gradient * batch.logprobs).sum()))
+
+
+@pytest.mark.parametrize(
+    ("setting", "function", "message"),
+    [
+        ("advantage_function", "few", "returned a tensor of shape [3], not one number for each of the 2 samples or of"),
+        ("advantage_function", "endless", "returned 2 numbers that are not finite"),
+        ("advantage_function", "nothing", "returned NoneType, not one number for each"),
+        ("advantage_function", "failing", "failed: ValueError: boom"),
+        ("loss_function", "few", "returned a tensor of shape [3], not a loss with gradient for each of the 4 tokens"),
+        ("loss_function", "without_gradient", "returned a tensor of shape [4], not a loss with gradient"),
+        ("loss_function", "failing", "failed: ValueError: boom"),
+    ],
+)
+def test_a_function_of_your_own_that_cannot_be_trained_with_is_one_error(
+    setting: str, function: str, message: str
+) -> None:
+    batch = make_batch([(2, 3), (2, 1)], groups=[0, 0], rewards=[1.0, 0.5])
+    policy = Policy(batch.logprobs, batch.logprobs, torch.zeros(8), torch.zeros(8))
+    with pytest.raises(AlgorithmError) as refused:
+        step(made("grpo", **{setting: f"tests.algorithms.own:{function}"}), batch, policy)
+    assert str(refused.value).startswith(f"algorithm.{setting}: tests.algorithms.own:{function} ")
+    assert message in str(refused.value)

@@ -66,7 +66,15 @@ _OF_ALL = frozenset(
     {
         *("aggregation", "entropy_bonus", "truncated_weight", "overlong_tokens", "overlong_penalty"),
         *("kl", "kl_coefficient", "kl_estimator", "reference", "reference_interval", "teacher", "teacher_weight"),
-        *("old_logprobs", "correction", "correction_level", "correction_upper", "correction_lower"),
+        *(
+            "advantage_function",
+            "loss_function",
+            "old_logprobs",
+            "correction",
+            "correction_level",
+            "correction_upper",
+            "correction_lower",
+        ),
     }
 )
 _ROLES = frozenset({"reference", "reference_interval", "teacher"})
@@ -139,6 +147,9 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
         told = ", ".join(sorted(has)) or "none"
         for key in sorted(changed - has):
             yield Problem(f"algorithm.{key}", f"{name} has no such setting; it has {told}")
+    for key in ("advantage_function", "loss_function"):
+        if (function := getattr(given, key)) is not None:
+            yield from function_problems(f"algorithm.{key}", function)
     for key in ("reference", "teacher"):
         path = getattr(given, key)
         if path is not None and not (path / "config.json").is_file():

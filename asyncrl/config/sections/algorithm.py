@@ -88,7 +88,15 @@ class AlgorithmConfig(Section):
     teacher_weight: float | None = Field(default=None, ge=0)
     """Weight of the teacher's log-prob less the engine's in the advantage of a token (distill: 1, others: 0)."""
 
+    advantage_function: str | None = None
+    """Your own function in the place of the algorithm's advantages, `package.module:function`: of the rewards, float32
+    [samples], and the batch; it gives a tensor of one number for each sample, or for each token."""
+
+    loss_function: str | None = None
+    """Your own function in the place of the algorithm's loss: of the tokens of a micro-batch (`TokenInputs`); it gives
+    a tensor of one number with gradient for each."""
+
     def given(self) -> dict[str, Any]:
         """The settings of the loss that are given, by name; those of the correction not among them."""
-        models = ("reference", "reference_interval", "teacher")
-        return {n: v for n, v in self if v is not None and not n.startswith("correction") and n not in models}
+        elsewhere = ("reference", "reference_interval", "teacher", "advantage_function", "loss_function")
+        return {n: v for n, v in self if v is not None and not n.startswith("correction") and n not in elsewhere}

@@ -278,7 +278,7 @@ def test_on_gpus_a_new_engine_takes_those_that_nobody_uses() -> None:
     layout = plan_layout(config, machine)
     placement = place_another(config, layout, "engine-1", {Gpu(0, 1)})
     assert (placement.gpus, placement.visible_devices, placement.transport) == ((2,), "GPU-c", "broadcast")
-    with pytest.raises(EngineError, match=r"engine-2 needs 1 GPU\(s\) of its own: no GPU is left"):
+    with pytest.raises(EngineError, match=r"engine-2 needs 1 GPU of its own: no GPU is left"):
         place_another(config, layout, "engine-2", {Gpu(0, 1), Gpu(0, 2)})
 
 
