@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 RUN = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background of a shell ignores it
 from asyncrl.host.foreground import run_in_foreground
 from asyncrl.host.process import INHERITED, ProcessSpec
 argv, grace_s, scratch = (sys.executable, *sys.argv[3:]), float(sys.argv[1]), sys.argv[2]
