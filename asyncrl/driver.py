@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -41,7 +42,7 @@ from asyncrl.run.pauses import Pauses
 from asyncrl.run.recorder import Recorder, conclude, conclude_failure
 from asyncrl.run.turns import make_turns
 from asyncrl.run_directory import RunDirectory
-from asyncrl.tasks import Background
+from asyncrl.tasks import MAY_NOT_RETURN, Background
 from asyncrl.training.backends import check_trainable
 
 Loop = Callable[[Job], Awaitable[None]]
@@ -56,7 +57,8 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     """Runs `loop` as the driver on rank 0 and serves it on the other ranks; returns the exit code of the process.
 
     `argv` is the command line without the program's name (`@ recipe.toml --section.key value`); None takes sys.argv.
-    A job that a signal stopped does not return: the process ends here, with 128 + n.
+    A job that a signal stopped does not return: the process ends here, with 128 + n. Nor does one that leaves a thread
+    behind whose call never returned.
     """
     rank_exit = prepare_rank()
     raise_open_files()
@@ -75,7 +77,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
             _tell(error)
     if rank_exit is not None:
         rank_exit.expect_exit(code)
-    elif code > _BY_SIGNAL:
+    elif code > _BY_SIGNAL or any(thread.name.startswith(MAY_NOT_RETURN) for thread in threading.enumerate()):
         # All is disposed of. A thread that imports torch or reads data for the job would be waited for, in vain.
         sys.stdout.flush()
         sys.stderr.flush()

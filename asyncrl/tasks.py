@@ -21,6 +21,10 @@ T = TypeVar("T")
 
 Call = Callable[[], Awaitable[T]]
 
+MAY_NOT_RETURN = "may not return: "
+"""Begins the name of a thread whose present call into a library may never return. Once all is disposed of, a process in
+which such a thread is left ends at once: the end of the interpreter could abort it."""
+
 
 class Changes:
     """Wakes waiting tasks whenever some state has changed; they look at the state themselves.

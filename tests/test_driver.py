@@ -137,6 +137,13 @@ def test_no_end_waits_for_what_does_not_end(recipe: Path, what: str, end: str, c
         assert last_event(ended)["exit_code"] == code
 
 
+def test_a_process_does_not_wait_for_a_call_that_never_returned(recipe: Path) -> None:
+    stuck = "threading.Thread(target=time.sleep, args=(120,), name='may not return: broadcast').start()"
+    ended = run_loop(recipe, stuck)
+    assert ended.code == 0 and "leaves by force" not in ended.text, ended.text
+    assert last_event(ended)["exit_code"] == 0
+
+
 def test_a_failure_beside_the_loop_bounds_a_loop_that_cannot_be_cancelled(recipe: Path) -> None:
     loop = f"job.task_group.start_soon(fail)\n    await cling()\n{CLINGING}\nasync def fail():\n    {FAIL}\n"
     ended = run_loop(recipe, loop, *SHORT)

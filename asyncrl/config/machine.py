@@ -138,6 +138,25 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
         pynvml.nvmlShutdown()
 
 
+OLDEST_DRIVER: Mapping[int, str] = {12: "525", 13: "580"}
+"""CUDA's major version → the oldest driver on Linux that runs what was built for it, by NVIDIA's table
+(https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def visible_gpus(mask: str | None, installed: Sequence[str]) -> tuple[str, ...]:
     """Names of the GPUs that CUDA would show under `mask`, given the UUIDs of those installed.
 

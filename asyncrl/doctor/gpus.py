@@ -10,19 +10,16 @@ import importlib.metadata
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.machine import visible_gpus
+from asyncrl.config.machine import OLDEST_DRIVER, visible_gpus
 from asyncrl.doctor.finding import Finding, failed, ok, warning
 from asyncrl.observability.text_plots import size
 
 Version = tuple[int, ...]
 
-OLDEST_DRIVER: Mapping[int, str] = {12: "525", 13: "580"}
-"""CUDA's major version → the oldest driver on Linux that runs what was built for it, by NVIDIA's table
-(https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 _BFLOAT16 = (8, 0)
 """The first compute capability with bfloat16 in hardware."""
 _IN_USE = 0.05

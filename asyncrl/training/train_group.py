@@ -47,7 +47,7 @@ from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.handover import Handover, OtherRanks
 from asyncrl.weights.publication import PublicationReport
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.transfer import Payload, Sink, WeightSource
+from asyncrl.weights.transfer import Payload, Sink, WatchedSink, WeightSource
 
 T = TypeVar("T")
 
@@ -326,8 +326,10 @@ class TrainGroup:
 
     async def export(self, sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
         """Exports the policy once, on all ranks, into `sink` on rank 0; raises as `Payload.export` does."""
-        command = commands.ExportTensors(ACTOR, handover)
-        outcome = await self._ranks.run(command, "exporting the weights", timeout_s, sink=sink)
+        command, watched = commands.ExportTensors(ACTOR, handover), WatchedSink(sink)
+        outcome = await self._ranks.run(
+            command, "exporting the weights", timeout_s, sink=watched, idle_s=watched.idle_s
+        )
         assert isinstance(outcome, ExportOutcome)
         if outcome.error is not None:
             raise outcome.error

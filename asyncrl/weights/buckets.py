@@ -18,9 +18,14 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
+    def element_bytes(self) -> int:
+        """Size of one number."""
+        return _BYTES_PER_ELEMENT[self.dtype]
+
+    @property
     def size_bytes(self) -> int:
         """Size of its numbers."""
-        size = _BYTES_PER_ELEMENT[self.dtype]
+        size = self.element_bytes
         for n in self.shape:
             size *= n
         return size

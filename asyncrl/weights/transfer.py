@@ -10,6 +10,7 @@ tensors and another export, and transports, copies and publisher stay as they ar
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,28 @@ class Sink(Protocol):
         """Called once after the last tensor."""
 
 
+class WatchedSink:
+    """Hands everything on to another sink, and knows how long ago an export last went on."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._moved_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds since a tensor last came or was taken; any thread may ask."""
+        return time.monotonic() - self._moved_at
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """See `Sink`."""
+        self._moved_at = time.monotonic()
+        self._sink.put(name, tensor)
+        self._moved_at = time.monotonic()
+
+    def finish(self) -> None:
+        """See `Sink`."""
+        self._sink.finish()
+
+
 class Export(Protocol):
     """Exports all tensors once, on all ranks."""
 
@@ -55,7 +78,9 @@ class Payload:
     specs: tuple[TensorSpec, ...]
     """Every tensor, in the order in which `export` delivers them; the same in each export."""
     export: Export
-    """Exports once, on all ranks; gives up after so many seconds.
+    """Exports once, on all ranks; gives up when it has not gone on for so many seconds.
+
+    It goes on whenever the sink takes a tensor. A sink that waits in `put` for longer ends the trainer.
 
     Raises what the sink raised, after every rank has reached the end of the export; TrainerError when a rank failed.
     """

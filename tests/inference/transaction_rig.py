@@ -180,6 +180,7 @@ async def rig(
     engines: int = 2,
     disk: Path | None = None,
     handover: bool = False,
+    nccl: bool = False,
     copies: Path | None = None,
     restarts: int = 0,
     latency: Latency | None = None,
@@ -189,7 +190,8 @@ async def rig(
     servers: Mapping[str, ScriptedServer] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """A fleet that has booted. `disk`: directory of the disk transport. `handover`: same-host tensor handover.
+    """A fleet that has booted. `disk`: directory of the disk transport. `handover`: same-host tensor handover. `nccl`:
+    broadcast over what `over_fake_nccl` has put in its place.
 
     `copies`: where copies of the weights are kept. `servers`: what is started under names beside those of the fleet.
     """
@@ -215,7 +217,7 @@ async def rig(
             return DiskTransport(controller.open_engine, directory=disk, **options)
         if handover:
             return TensorTransport(controller.open_engine, **options)
-        return BroadcastTransport(controller.open_engine, backend="gloo", **options)
+        return BroadcastTransport(controller.open_engine, backend="nccl" if nccl else "gloo", **options)
 
     try:
         async with start_fleet(

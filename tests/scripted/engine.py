@@ -114,6 +114,7 @@ class ScriptedEngine(EngineCore):
         except OutOfVocabulary:
             await self._crash()
         async with self._scheduler.turn():
+            await self.weights.settle()
             return answer(**payload)
 
     async def _pause(self, body: dict[str, Any], http: web.Request) -> web.Response:
@@ -192,6 +193,7 @@ class ScriptedEngine(EngineCore):
     async def _leave(self, body: dict[str, Any], http: web.Request) -> web.Response:
         try:
             async with self._scheduler.turn():
+                await self.weights.settle()
                 self.weights.leave(body["group_name"])
         except Refused as refusal:
             return answer(400, success=False, message=str(refusal))
@@ -228,6 +230,7 @@ class ScriptedEngine(EngineCore):
     async def _check(self, body: dict[str, Any], http: web.Request) -> web.Response:
         action = body.get("action", "checksum")
         async with self._scheduler.turn():
+            await self.weights.settle()
             if action == "checksum":
                 ranks = self.weights.rank_checksums(body.get("skip_tensor_list", ()))
                 return answer(success=True, message="", ranks=ranks)

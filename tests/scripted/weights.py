@@ -4,6 +4,9 @@ Invariants, as measured on the real engine
 - The engine ignores an unknown tensor name without an error. A wrong shape leaves the weights partly updated.
 - The keys of a group in the store nest as in torch's own helper.
 - Only the other end can free a blocked receive.
+- (Over NCCL, as its sources say.) A group forms in its first receive. A receive is answered once it is queued on the
+  GPU. What needs the tensors waits for that queue, and for ever where a sender has left: nothing ends its kernel.
+- A message of several tensors has each at a multiple of its element's size.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import io
 import os
 import pickle
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -55,12 +59,14 @@ class HeldWeights:
         """Tensors by name."""
         self.session = False
         """True while an update session is open."""
-        self.groups: dict[str, list[ProcessGroupGloo]] = {}
+        self.groups: dict[str, list[_Group]] = {}
         """By name, the process groups of all ranks."""
         self.joined: list[str] = []
         """Names of all groups that it joined in this life."""
         self._ranks = ranks
         self._digest: int | None = None
+        self._queued: list[_Queued] = []
+        """Receives over NCCL that have not ended, oldest first."""
 
     @property
     def digest(self) -> int:
@@ -110,12 +116,16 @@ class HeldWeights:
         name, world_size = body["group_name"], body["world_size"]
         if name in self.groups:
             raise Refused("group name has already been created")
-        assert body["backend"] == "gloo"
 
-        def join(rank: int) -> ProcessGroupGloo:
+        def join(rank: int) -> _Group:
             store = TCPStore(body["master_address"], body["master_port"], world_size, is_master=False, timeout=_TIMEOUT)
             nested = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-            return ProcessGroupGloo(nested, rank, world_size, _TIMEOUT)
+            group = _Group(
+                lambda: ProcessGroupGloo(nested, rank, world_size, _TIMEOUT), queues=body["backend"] == "nccl"
+            )
+            if not group.queues:
+                group.form()
+            return group
 
         ranks = range(body["rank_offset"], body["rank_offset"] + self._ranks)
         try:
@@ -138,11 +148,24 @@ class HeldWeights:
         dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
         specs = list(zip(body["names"], dtypes, body["shapes"], strict=True))
         flattened = body.get("load_format") == "flattened_bucket"
+        groups = self.groups[name]
+        calls = [partial(_receive, group, specs, flattened) for group in groups]
         try:
-            received = await _on_all_ranks([partial(_receive, group, specs, flattened) for group in self.groups[name]])
-        except RuntimeError as error:
+            await _on_all_ranks([group.form for group in groups])
+            if not groups[0].queues:
+                self.load((await _on_all_ranks(calls))[0])
+        except (RuntimeError, ValueError) as error:
             raise Refused(f"Failed to receive weights: {error}") from error
-        self.load(received[0])
+        if groups[0].queues:
+            self._queued.append(_Queued(calls, self._queued[-1] if self._queued else None))
+
+    async def settle(self) -> None:
+        """Waits for the receives that are queued, and loads them; for ever where one fails."""
+        while self._queued:
+            first = self._queued[0]
+            while not first.ended.is_set() or first.received is None:  # noqa: ASYNC110 - threads end it
+                await anyio.sleep(0.002)
+            self.load(self._queued.pop(0).received or ())
 
     async def load_directory(self, directory: str) -> None:
         """Loads safetensors files; raises Refused, with the former weights, at a wrong shape or unreadable files."""
@@ -179,6 +202,58 @@ def _opened(handles: Any, flattened: bool) -> dict[str, Tensor]:
     }
 
 
+class _Group:
+    """One rank's end of a group."""
+
+    def __init__(self, make: Callable[[], ProcessGroupGloo], *, queues: bool) -> None:
+        self.queues = queues
+        """Receives are answered before they have ended, as over NCCL."""
+        self._make = make
+        self.group: Any = None
+
+    def form(self) -> None:
+        """Blocks until the other end has come, once."""
+        if self.group is None:
+            self.group = self._make()
+
+    def took_one(self) -> None:
+        """Over NCCL the sender's kernel ends with the receiver's."""
+        if self.queues:
+            self.group.allreduce([torch.zeros(1)]).wait()
+
+
+class _Queued:
+    """A receive of all ranks, after another one; in threads that stand for the GPU."""
+
+    def __init__(self, calls: Sequence[Callable[[], list[tuple[str, Tensor]]]], before: _Queued | None) -> None:
+        self.ended = threading.Event()
+        self.received: list[tuple[str, Tensor]] | None = None
+        """None after a failure: the kernel spins."""
+        self._before = before
+        self._calls = calls
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before.ended.wait()
+        if self._before is None or self._before.received is not None:
+            ranks = [threading.Thread(target=_tried, args=(call,), daemon=True) for call in self._calls[1:]]
+            for rank in ranks:
+                rank.start()
+            self.received = _tried(self._calls[0])
+            for rank in ranks:
+                rank.join()
+        self._before = None
+        self.ended.set()
+
+
+def _tried(receive: Callable[[], list[tuple[str, Tensor]]]) -> list[tuple[str, Tensor]] | None:
+    try:
+        return receive()
+    except RuntimeError:
+        return None
+
+
 def _checksum(tensor: Tensor) -> str:
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(memoryview(data), digest_size=16).hexdigest()
@@ -192,21 +267,28 @@ def _read_directory(directory: str) -> list[tuple[str, Tensor]]:
 
 
 def _receive(
-    group: ProcessGroupGloo, specs: Sequence[tuple[str, torch.dtype, list[int]]], flattened: bool
+    group: _Group, specs: Sequence[tuple[str, torch.dtype, list[int]]], flattened: bool
 ) -> list[tuple[str, Tensor]]:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = _TIMEOUT
     received = [(name, torch.empty(shape, dtype=dtype)) for name, dtype, shape in specs]
-    broadcast: Any = group
+    broadcast: Any = group.group
     if not flattened:
         works = [broadcast.broadcast([tensor], options) for _, tensor in received]
         for work in works:
             work.wait()
+            group.took_one()
         return received
+    offset = 0
+    for name, tensor in received:
+        if offset % tensor.element_size():
+            raise ValueError(f"Unaligned received tensor {name}: byte offset {offset}, dtype {tensor.dtype}")
+        offset += tensor.nbytes
     flat = torch.empty(sum(tensor.nbytes for _, tensor in received), dtype=torch.uint8)
     broadcast.broadcast([flat], options).wait()
+    group.took_one()
     offset = 0
     for _, tensor in received:
         tensor.copy_(flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

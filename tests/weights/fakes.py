@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.data.fleet import EngineEndpoint, UpdateAck, UpdateLease
+from asyncrl.errors import TrainerError
 from asyncrl.training.ranks.trainer_thread import TrainerThread
 from asyncrl.weights.buckets import TensorSpec
 from asyncrl.weights.handover import Handover, Offer, Stopped, Taken
-from asyncrl.weights.transfer import Payload, Sink
+from asyncrl.weights.transfer import Payload, Sink, WatchedSink
 
 T = TypeVar("T")
 Hook = Callable[[], Awaitable[None]]
@@ -76,7 +77,18 @@ class ThreadSource:
         return await self.thread.call(run, what=what, timeout_s=timeout_s)
 
     async def export(self, sink: Sink, timeout_s: float, handover: Handover | None = None) -> None:
-        await self.thread.call(self._walk, sink, what="export", timeout_s=timeout_s)
+        """As a `TrainGroup` does, gives up when the export has not gone on for `timeout_s`."""
+        watched = WatchedSink(sink)
+        job = self.thread.submit(lambda: self._walk(watched), what="export")
+        left_s = timeout_s
+        while left_s > 0 and not job.done:
+            with anyio.move_on_after(left_s):
+                await job.wait()
+            left_s = timeout_s - watched.idle_s()
+        if not job.done:
+            job.abandon()
+            raise TrainerError(f"trainer rank 0: exporting the weights did not go on for {timeout_s:g} s")
+        job.result()
 
     def _walk(self, sink: Sink) -> None:
         failure: Exception | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,6 +173,8 @@ async def test_small_tensors_share_a_message_and_large_ones_do_not(source: Threa
     assert [update["load_format"] for update in engine.engine.updates] == ["flattened_bucket"]
     assert not is_flattened((TensorSpec("a", "float32", (1024, 1024)), TensorSpec("b", "float32", (8,))))
     assert not is_flattened((TensorSpec("a", "float32", (8,)),))
+    unaligned = (TensorSpec("a", "bfloat16", (3,)), TensorSpec("b", "float32", (8,)))
+    assert not is_flattened(unaligned) and is_flattened(unaligned[::-1]), "an engine refuses the first"
     await transport.aclose()
 
 
@@ -256,7 +257,7 @@ def hurry(transport: BroadcastTransport, timeout_s: float) -> None:
     """From now on the trainer's end of the wire waits no longer for engines; called in the trainer thread."""
     transport._timeout_s = timeout_s
     for link in transport._links.values():
-        link.group._timeout, link.group.timeout_s = timedelta(seconds=timeout_s), timeout_s
+        link.group.timeout_s = timeout_s
 
 
 @pytest.mark.parametrize("bucket", ["second", "last"])

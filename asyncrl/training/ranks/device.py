@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.config.machine import Machine
+from asyncrl.config.machine import OLDEST_DRIVER, Machine, driver_version
 from asyncrl.errors import TrainerError
 
 
@@ -16,9 +16,12 @@ def check_device(machine: Machine) -> None:
     """Raises TrainerError where torch sees fewer GPUs than the layout has, or sees some where it has none."""
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if machine.gpus and usable < len(machine.gpus):
+        cuda = torch.version.cuda or "none"
+        wanted = OLDEST_DRIVER.get(int(cuda.split(".")[0])) if torch.version.cuda else None
+        needs = f" needs driver {wanted} or newer," if wanted else " needs a newer driver,"
         raise TrainerError(
-            f"the NVIDIA driver shows {len(machine.gpus)} GPUs, and torch can use {usable}: the driver is older than "
-            f"CUDA {torch.version.cuda}, that of torch, or a GPU is out of order; asyncrl doctor tells which"
+            f"the NVIDIA driver ({driver_version() or 'unknown'}) shows {len(machine.gpus)} GPUs, and torch can use "
+            f"{usable}: the CUDA of its wheels ({cuda}){needs} or a GPU is out of order; asyncrl doctor tells which"
         )
     if usable and not machine.gpus:
         raise TrainerError(

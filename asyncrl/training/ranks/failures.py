@@ -43,9 +43,9 @@ def blame(failures: Sequence[RankFailure], local: BaseException | None, what: st
     return blamed, error
 
 
-def error_of_hung(stacks: Mapping[int, str | None], what: str, timeout_s: float) -> TrainerError:
-    """The error for ranks that did not end a command in time, with the stack of each; None: it did not answer."""
-    lines = [f"trainer: {what} did not end within {timeout_s:g} s"]
+def error_of_hung(stacks: Mapping[int, str | None], what: str, late: str) -> TrainerError:
+    """The error for ranks that are `late` with a command, with the stack of each; None: it did not answer."""
+    lines = [f"trainer: {what} {late}"]
     lines += [f"rank {rank} is at:\n{stack or '(no answer)'}".rstrip() for rank, stack in stacks.items()]
     return TrainerError("\n".join(lines))
 

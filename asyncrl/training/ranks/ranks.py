@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -122,6 +123,7 @@ class Ranks:
         *,
         batch: RolloutBatch | None = None,
         sink: Sink | None = None,
+        idle_s: Callable[[], float] = lambda: math.inf,
         on_executed: Callable[[], None] | None = None,
     ) -> Result:
         """Has every rank execute `command`; returns rank 0's result.
@@ -131,6 +133,7 @@ class Ranks:
             timeout_s: `train.step_timeout_s` by default.
             batch: travels to every rank with the command.
             sink: takes exported tensors on rank 0.
+            idle_s: seconds since the command last went on, for one that may take long as long as it does go on.
             on_executed: called once rank 0 has executed the command, also when the caller was cancelled meanwhile.
 
         Raises:
@@ -154,7 +157,7 @@ class Ranks:
                 raise
 
         job = self._thread.submit(execute, what=what, on_done=partial(self._job_done, on_executed=on_executed))
-        return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s)
+        return await self._await(job, seq, what, timeout_s or self._config.train.step_timeout_s, idle_s)
 
     async def settle(self) -> None:
         """Waits until rank 0 has executed the commands before, also cancelled ones; raises what failed in them."""
@@ -200,17 +203,32 @@ class Ranks:
             dist.destroy_process_group, what="leaving the process groups", timeout_s=SHUTDOWN_TIMEOUT_S
         )
 
-    async def _await(self, job: ThreadCall[T], seq: int, what: str, timeout_s: float) -> T:
+    async def _await(
+        self,
+        job: ThreadCall[T],
+        seq: int,
+        what: str,
+        timeout_s: float,
+        idle_s: Callable[[], float] = lambda: math.inf,
+    ) -> T:
         """Waits until all ranks have finished command `seq`; returns rank 0's result, or raises why one did not."""
         self._waiters += 1
+        left_s = timeout_s
         try:
-            with waiting(what, "trainer", timeout_s):
-                while not self._link.failures and not (job.done and self._all_done(seq)):
-                    if job.done and job.exception is not None:
-                        break
-                    await self._changed.wait()
+            while True:
+                try:
+                    with waiting(what, "trainer", left_s):
+                        await self._end_of(job, seq)
+                    break
+                except TimeoutError:
+                    left_s = timeout_s - idle_s()
+                    if left_s <= 0:
+                        raise
         except TimeoutError as error:
-            hung = await self._fail_hung(job, seq, what, timeout_s)
+            late = f"did not end within {timeout_s:g} s"
+            if idle_s() < math.inf:
+                late = f"did not go on for {timeout_s:g} s"
+            hung = await self._fail_hung(job, seq, what, late)
             job.abandon()
             raise hung from error
         except BaseException:
@@ -222,6 +240,12 @@ class Ranks:
             return job.result()
         finally:
             self._waiters -= 1
+
+    async def _end_of(self, job: ThreadCall[Any], seq: int) -> None:
+        while not self._link.failures and not (job.done and self._all_done(seq)):
+            if job.done and job.exception is not None:
+                break
+            await self._changed.wait()
 
     def _all_done(self, seq: int) -> bool:
         return all(done >= seq for done in self._link.done.values())
@@ -236,14 +260,14 @@ class Ranks:
         blamed, error = blame(self._link.failures, job.exception if job.done else None, what)
         return self._break(blamed, what, error)
 
-    async def _fail_hung(self, job: ThreadCall[Any], seq: int, what: str, timeout_s: float) -> AsyncRLError:
+    async def _fail_hung(self, job: ThreadCall[Any], seq: int, what: str, late: str) -> AsyncRLError:
         """The failure that names the ranks that did not finish, with their stacks."""
         await self._link.ask_stacks(_STACK_TIMEOUT_S)
         hung = {rank: self._link.stacks.get(rank) for rank, done in self._link.done.items() if done < seq}
         blamed = next(iter(hung), 0)
         if not job.done:
             hung = {0: self._thread.stack(), **hung}
-        return self._break(RankFailure(blamed, "hangs", what), what, error_of_hung(hung, what, timeout_s))
+        return self._break(RankFailure(blamed, "hangs", what), what, error_of_hung(hung, what, late))
 
     def _break(self, failure: RankFailure, what: str, error: AsyncRLError) -> AsyncRLError:
         if self.failure is None:

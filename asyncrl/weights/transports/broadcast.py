@@ -6,8 +6,9 @@ Invariants
   is no faster: `benchmarks/transfer_groups.py`.)
 - A group stays while its engine (id, generation) stays the same and nothing fails there. After that a new group is
   made, with another name and port: a group can neither grow nor be mended.
-- The trainer's half leaves a group, in its own thread, as soon as it fails or hears of a failure. That frees an engine
-  that is blocked in a receive, before the driver talks to it.
+- The trainer's half leaves a group as soon as it fails or hears of a failure. Over gloo that frees an engine that is
+  blocked in a receive, before the driver talks to it.
+- An engine has the weights only if its answers and the trainer's sending say so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from asyncrl.weights.transfer import (
     open_clients,
 )
 from asyncrl.weights.transports.broadcast_sink import LOST_GRACE_S, BroadcastSink, is_flattened
-from asyncrl.weights.transports.process_group import Backend, TransferGroup, drop_all, join_all
+from asyncrl.weights.transports.process_group import PROOF, Backend, TransferGroup, drop_all, form_all
 
 ANSWER_GRACE_S = 15.0
 """How long engines may take to answer after the trainer gave up. An engine whose scheduler died closes its HTTP
@@ -176,7 +176,7 @@ class BroadcastTransport:
         except WeightUpdateError as error:
             return TransferResult(0, failures, str(error), touched=False)
         by_id = {engine.engine_id: group for engine, group in groups.items()}
-        self._sink = sink = BroadcastSink(by_id, BucketFiller(payload.specs, self._bucket_bytes))
+        self._sink = sink = BroadcastSink(by_id, BucketFiller(payload.specs, self._bucket_bytes), self._backend)
         result = await self._send(payload, {engine: clients[engine] for engine in groups}, sink, failures)
         lost = [engine for engine, group in groups.items() if engine.engine_id in failures or not group.alive]
         await self._leave(map(_member, lost))
@@ -200,19 +200,20 @@ class BroadcastTransport:
         async def feed_all(engine: EngineEndpoint, client: WeightReceiver) -> None:
             last = len(sink.buckets) - 1
             for index, bucket in enumerate(sink.buckets):
+                if not await sink.due(index):
+                    failures[engine.engine_id] = EngineFailure(TransferFault.COLLATERAL, str(sink.broken))
+                    return
                 try:
                     await client.update_from_distributed(
                         bucket,
                         group_name=sink.name_for(engine.engine_id),
-                        flattened=is_flattened(bucket),
+                        flattened=is_flattened(bucket, self._backend),
                         flush_cache=self._flush_cache and index == last,
                         timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
                     )
                 except EngineError as error:
-                    failures[engine.engine_id] = failure = engine_failure(error, broken_before=sink.broken is not None)
+                    failures[engine.engine_id] = engine_failure(error, broken_before=sink.broken is not None)
                     sink.part_with(engine.engine_id)
-                    if failure.kind is TransferFault.REFUSED:
-                        await self._part_from(client, sink.name_for(engine.engine_id))
                     return
 
         scopes = {engine.engine_id: anyio.CancelScope() for engine in clients}
@@ -221,7 +222,7 @@ class BroadcastTransport:
             for engine, client in clients.items():
                 task_group.start_soon(feed, engine, client)
             try:
-                await payload.export(sink, self._timeout_s * (len(sink.buckets) + 1))
+                await payload.export(sink, 2 * self._timeout_s)
                 wait_s = self._timeout_s
             except WeightUpdateError as error:
                 source_error, wait_s = str(error), ANSWER_GRACE_S
@@ -238,16 +239,11 @@ class BroadcastTransport:
             if told is not None:
                 reason = f"its weight transfer broke, and it gave no answer ({told})"
             failures[engine_id] = EngineFailure(TransferFault.GONE, reason)
+        for engine_id, group in sink.groups.items():
+            # Over NCCL an engine answers before it has the tensors, and may stand still for ever after a good answer.
+            if group.failure is not None and engine_id not in failures:
+                failures[engine_id] = EngineFailure(TransferFault.GONE, f"its weight transfer broke: {group.failure}")
         return TransferResult(sink.bytes_sent, failures, source_error)
-
-    async def _part_from(self, client: WeightReceiver, name: str) -> None:
-        """Makes an engine that refused a bucket leave its group.
-
-        The trainer may be sending that bucket or the next one, and would wait for the engine in vain. If the engine
-        received the next bucket in place of this one, it would die of a message of another size (measured).
-        """
-        with suppress(EngineError):  # the engine hangs or has ended; the trainer's own deadline ends the wait then
-            await client.destroy_weights_group(name, timeout_s=DESTROY_TIMEOUT_S)
 
     async def _form_groups(self, source: WeightSource, clients: Clients, failures: dict[str, EngineFailure]) -> None:
         """Makes a group with each engine that has none; one that does not come is among `failures`, and is let go."""
@@ -301,6 +297,14 @@ class BroadcastTransport:
                         backend=self._backend,
                         timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
                     )
+                    if self._backend == "nccl":
+                        await client.update_from_distributed(
+                            [PROOF],
+                            group_name=group.name,
+                            flattened=False,
+                            flush_cache=False,
+                            timeout_s=2 * self._timeout_s + ANSWER_GRACE_S,
+                        )
                 except EngineError as error:
                     failures[engine.engine_id] = engine_failure(error, broken_before=self._stopped is not None)
                     group.declined = True
@@ -314,7 +318,7 @@ class BroadcastTransport:
                 task_group.start_soon(invite, engine, client)
             try:
                 await source.call(
-                    join_all,
+                    form_all,
                     tuple(groups.values()),
                     self._timeout_s,
                     what="weight transfer groups",

@@ -74,7 +74,7 @@ class DiskTransport:
         self._sink = sink = DiskSink(place, filler, in_use=frozenset(in_use))
         buckets = len(sink.filler.buckets)
         try:
-            await payload.export(sink, self._timeout_s * (buckets + 1))
+            await payload.export(sink, 2 * self._timeout_s)
         except (WeightUpdateError, OSError) as error:
             return TransferResult(0, {}, f"{place}: {error}", touched=False)
         async with open_clients(self._open_engine, engines) as clients:

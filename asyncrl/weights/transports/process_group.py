@@ -4,20 +4,28 @@ The engines build their end with torch's own helper, so the keys of the rendezvo
 them: PrefixStore(device) over PrefixStore(name) over PrefixStore(name). gloo and NCCL go through the same code.
 
 Invariants
-- A wait never holds the GIL and ends at its deadline.
-- A group that breaks or is late costs the other groups nothing but the wait up to that deadline.
-- The group is dropped only when nothing is in flight: its destructor would wait for that with the GIL held. NCCL
-  operations are aborted. gloo operations cannot be (measured: abort() changes nothing); they end by their own timeout.
-- An engine that is blocked in a receive is freed when its group and its store are dropped.
+- The trainer thread makes no call to a process group: each group has a thread for that (`wire.py`). So every wait ends
+  at its deadline, whatever call blocks, and a group that breaks or is late costs the others that wait alone.
+- A gloo group forms while it is made. An NCCL group forms in its first broadcast, so it counts as formed once one
+  element has gone through it.
+- A group with a `failure` was left.
+- An engine that is blocked in a receive over gloo is freed when its group and its store are dropped. Over NCCL nothing
+  but its own end frees it: its kernel waits on its GPU.
+- torch watches no NCCL group of a transfer: its watchdog ends the process for an error that costs us one engine.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -29,39 +37,48 @@ from torch._C._distributed_c10d import (
     ProcessGroupNCCL,
     Store,
     TCPStore,
-    Work,
 )
 
-from asyncrl.errors import WeightUpdateError
 from asyncrl.observability.waits import WAITS
+from asyncrl.weights.buckets import TensorSpec
+from asyncrl.weights.transports.wire import POLL_S, Wire
 
 Backend = Literal["gloo", "nccl"]
 
-_POLL_S = 0.0005
+DEVICES: dict[Backend, str] = {"gloo": "cpu", "nccl": "cuda"}
+"""Where broadcast tensors must be."""
+
+PROOF = TensorSpec("asyncrl.transfer_group", "float32", (1,))
+"""What proves an NCCL group. An engine ignores a tensor of this name, so its weights stay whole."""
+
+LEAVE_S = 0.5
+"""How long the trainer thread waits until a group is gone. A gloo group takes milliseconds."""
+
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+"""torch makes no watchdog for an NCCL group that is made while this is 1."""
 
 
 class TransferGroup:
-    """Rank 0 of `world_size`. The constructor opens the store; `join` builds the group, once the engine has come."""
+    """Rank 0 of `world_size`. The constructor opens the store; `form` builds the group, once the engine has come."""
 
     def __init__(self, backend: Backend, name: str, world_size: int, host: str, timeout_s: float) -> None:
         self.backend = backend
-        self.device = "cpu" if backend == "gloo" else "cuda"
+        self.device = DEVICES[backend]
         """Where broadcast tensors must be."""
         self.name = name
         self.world_size = world_size
         self.declined = False
-        """Set in the event loop: the engine refused to come, so it is not waited for."""
+        """Set in the event loop: the engine refused to come, or failed later, so it is not waited for."""
         self.give_up_at = math.inf
-        """Set in the event loop: the group is not wanted any more, and ends then (monotonic time) at the latest."""
+        """Set in the event loop: the group is not wanted any more, and is formed until then (monotonic time)."""
         self.failure: str | None = None
         """Why the group cannot be used, once it cannot."""
-        self._timeout = timedelta(seconds=timeout_s)
         self.timeout_s = timeout_s
-        """For a bucket, and for the engine to join."""
-        self._deadline = 0.0
-        self._works: list[Work] = []
-        """Operations in flight, oldest first. No other reference to them is kept: it would keep connections open."""
-        self._group: Any = None  # a c10d Backend; its stub does not know `broadcast`
+        """For a bucket, for the engine to come, and for the group to form."""
+        self._under_way: Future[None] | None = None
+        self._what = ""
+        self._deadline = math.inf
+        self._wire: Wire | None = None
         # A store that opens its own socket listens on every interface, whatever host it is given.
         listener = socket.create_server((host, 0))
         self._store: TCPStore | None = TCPStore(
@@ -69,7 +86,7 @@ class TransferGroup:
             listener.getsockname()[1],
             world_size,
             is_master=True,
-            timeout=self._timeout,
+            timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -85,120 +102,156 @@ class TransferGroup:
         """Whether the engine has found the store."""
         return self._store is not None and self._store.num_keys() > 0
 
-    def join(self) -> None:
-        """Waits for every engine rank; raises WeightUpdateError when one does not come in time."""
-        try:
-            self._group = _process_group(self.backend, self._nested_store(), self.world_size, self._timeout)
-        except RuntimeError as error:
-            self.drop()
-            # The frames of a kept traceback would keep the store, and engines that joined would wait on it.
-            cause = error.with_traceback(None)
-            raise WeightUpdateError(f"the weight transfer group did not form: {_first_line(error)}") from cause
+    @property
+    def forming(self) -> bool:
+        """Whether `form` was called and has not failed."""
+        return self._wire is not None
 
-    def _nested_store(self) -> Store:
-        assert self._store is not None
-        return PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+    def form(self) -> None:
+        """Begins to build the group with every rank of the engine; `ended` tells when that is over."""
+        assert self._store is not None and self._wire is None
+        nested: Store = PrefixStore(
+            f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store))
+        )
+        make = partial(_process_group, self.backend, nested, self.world_size, self.timeout_s)
+        inside = partial(_on_stream, None if self.device == "cpu" else torch.cuda.current_stream())
+        self._wire = wire = Wire(self.name, make, inside=inside, aborts=self.backend == "nccl")
+        self._begin("the weight transfer group did not form", wire.form(self._proof, self._options()))
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Begins to send `tensors`, each as one message; `ended` tells when that is over."""
-        assert self._group is not None and not self._works
+        assert self._wire is not None and self._under_way is None
+        self._begin("it did not take a weight bucket", self._wire.broadcast(tensors, self._options()))
+
+    def ended(self) -> bool:
+        """Whether nothing is under way: it succeeded, or `failure` says why it did not and the group was left."""
+        if self._under_way is None:
+            return True
+        if self._under_way.done():
+            error = self._under_way.exception()
+            reason = None if error is None else f"{self._what}: {_first_line(error)}"
+        elif self.declined:
+            reason = f"{self._what}: its engine refused it or failed"
+        elif time.monotonic() > self._deadline:
+            reason = f"{self._what} within {self.timeout_s:g} s"
+        else:
+            return False
+        self._under_way = None
+        if reason is not None:
+            self.fail(reason)
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Leaves the group for `reason`; waits for nothing."""
+        self.failure = reason
+        self.drop()
+
+    def drop(self) -> Event | None:
+        """Leaves the group; returns what is set once it is gone. Idempotent: None where there is nothing to leave."""
+        wire, self._wire, self._store, self._under_way = self._wire, None, None, None
+        if wire is None:
+            return None
+        wire.leave()
+        return wire.left
+
+    def _begin(self, what: str, under_way: Future[None]) -> None:
+        self._what, self._under_way = what, under_way
+        self._deadline = time.monotonic() + self.timeout_s
+
+    def _proof(self) -> list[Tensor]:
+        """What a group must have sent to count as formed."""
+        return [] if self.backend == "gloo" else [torch.zeros(PROOF.shape, dtype=torch.float32, device=self.device)]
+
+    def _options(self) -> BroadcastOptions:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = self._timeout
-        self._deadline = time.monotonic() + self.timeout_s
-        try:
-            for tensor in tensors:
-                self._works.append(self._group.broadcast([tensor], options))
-        except RuntimeError as error:
-            self._fail(_first_line(error))
-
-    def ended(self) -> bool:
-        """Whether nothing is in flight any more: the engine has all tensors, or `failure` says why it has not."""
-        while self._works and self._works[0].is_completed():
-            try:
-                self._works.pop(0).wait()
-            except RuntimeError as error:
-                self._fail(_first_line(error))
-        if self._works and time.monotonic() > self._deadline:
-            if self.failure is None and self.backend == "nccl":
-                self._group.abort()
-            self._fail(f"it did not take a weight bucket within {self.timeout_s:g} s")
-            if time.monotonic() > self._deadline + self.timeout_s + 1.0:  # they should have ended by their own timeout
-                self._works.clear()
-        return not self._works
-
-    def drop(self) -> None:
-        """Leaves the group; idempotent."""
-        if self._group is not None and self.backend == "nccl":
-            self._group.abort()
-        self._group = None
-        self._store = None
-
-    def _fail(self, reason: str) -> None:
-        if self.failure is None:
-            self.failure = reason
+        options.timeout = _operation_timeout(self.backend, self.timeout_s)
+        return options
 
 
-def join_all(groups: Iterable[TransferGroup], timeout_s: float) -> None:
-    """Joins each group as soon as its engine has come; drops those whose engine declined, failed or is late.
+def form_all(groups: Iterable[TransferGroup], timeout_s: float) -> None:
+    """Forms each group as soon as its engine has come; leaves those whose engine declined, failed or is late.
 
-    What was dropped has a `failure`.
+    What was left has a `failure`.
     """
     waiting, deadline = list(groups), time.monotonic() + timeout_s
-    with WAITS.register("weight transfer groups", "engines", timeout_s):
+    with WAITS.register("weight transfer groups", "engines", timeout_s), _without_watchdog(waiting):
         while waiting:
-            for group in tuple(waiting):
-                late = time.monotonic() > min(deadline, group.give_up_at)
-                has_come, wanted = group.engine_has_come, not group.declined and group.give_up_at == math.inf
-                if has_come and wanted:
-                    try:
-                        group.join()
-                    except WeightUpdateError as error:
-                        group.failure = str(error)
-                elif has_come or group.declined or late:
-                    group.failure = f"it did not come to the weight transfer group within {timeout_s:g} s"
-                    group.drop()
-                else:
-                    continue
-                waiting.remove(group)
-            time.sleep(_POLL_S if waiting else 0.0)
+            waiting = [group for group in waiting if not _has_formed(group, deadline)]
+            time.sleep(POLL_S if waiting else 0.0)
+
+
+def _has_formed(group: TransferGroup, come_by: float) -> bool:
+    """Takes a group on towards its forming; whether that has ended."""
+    given_up = time.monotonic() > group.give_up_at
+    if group.forming and not given_up:
+        return group.ended()
+    has_come, wanted = group.engine_has_come, not group.declined and group.give_up_at == math.inf
+    if has_come and wanted:
+        group.form()
+    elif has_come or given_up or group.declined or time.monotonic() > come_by:
+        group.fail(f"it did not come to the weight transfer group within {group.timeout_s:g} s")
+        return True
+    return False
 
 
 def broadcast(groups: Mapping[str, TransferGroup], tensors: Sequence[Tensor]) -> None:
     """Sends `tensors` to all groups at once (engine id → group), and returns when that has ended in each.
 
-    A group that broke is dropped, and has a `failure`.
+    A group that broke was left, and has a `failure`.
     """
     sending = list(groups.values())
     with WAITS.register("weight bucket", ", ".join(groups), max(group.timeout_s for group in sending)):
         for group in sending:
             group.begin(tensors)
         while sending:
-            for group in tuple(sending):
-                if group.ended():
-                    sending.remove(group)
-                    if group.failure is not None:
-                        group.drop()
-            time.sleep(_POLL_S if sending else 0.0)
-        if any(group.backend == "nccl" for group in groups.values()):
-            torch.cuda.current_stream().synchronize()
+            sending = [group for group in sending if not group.ended()]
+            time.sleep(POLL_S if sending else 0.0)
 
 
 def drop_all(groups: Iterable[TransferGroup]) -> None:
-    """Leaves all groups."""
-    for group in groups:
-        group.drop()
+    """Leaves all groups; waits `LEAVE_S` at most until they are gone."""
+    leaving, deadline = [group.drop() for group in groups], time.monotonic() + LEAVE_S
+    for left in leaving:
+        if left is not None:
+            left.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _process_group(
-    backend: Backend, store: Store, world_size: int, timeout: timedelta
-) -> ProcessGroupGloo | ProcessGroupNCCL:
+def _process_group(backend: Backend, store: Store, world_size: int, timeout_s: float) -> Any:
+    timeout = _operation_timeout(backend, timeout_s)
     if backend == "gloo":
         return ProcessGroupGloo(store, 0, world_size, timeout)
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, 0, world_size, options)
+
+
+def _operation_timeout(backend: Backend, timeout_s: float) -> timedelta:
+    """torch's own timeout. gloo cannot be aborted and must end by it; over NCCL it must not come before ours."""
+    return timedelta(seconds=timeout_s if backend == "gloo" else 2 * timeout_s + 30.0)
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """The caller's device and stream, for another thread."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@contextmanager
+def _without_watchdog(groups: Sequence[TransferGroup]) -> Iterator[None]:
+    """No NCCL group that is made meanwhile is watched by torch. Rank 0 makes no other group meanwhile."""
+    if all(group.backend == "gloo" for group in groups):
+        yield
+        return
+    before = os.environ.get(NO_WATCHDOG)
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_WATCHDOG]
+        else:
+            os.environ[NO_WATCHDOG] = before
 
 
 def _first_line(error: BaseException) -> str:

@@ -87,7 +87,7 @@ class TensorTransport:
 
         async def export() -> None:
             try:
-                await payload.export(sink, handover.wait_s * (len(filler.buckets) + 1), handover)
+                await payload.export(sink, 2 * handover.wait_s, handover)
             except Exception as error:  # sorted below, outside the task group, which would wrap it
                 raised.append(error)
             finally:

@@ -154,7 +154,7 @@ async def test_a_trainer_that_never_joins_the_group_costs_a_bounded_time_and_no_
         await r.transport.aclose()
         with monkeypatch.context() as patched:
             # Engines have connected by then; the thread wakes only after everyone's deadline.
-            patched.setattr(TransferGroup, "join", lambda group: time.sleep(3 * TRANSFER_S))
+            patched.setattr(TransferGroup, "form", lambda group: time.sleep(3 * TRANSFER_S))
             with anyio.fail_after(BOUND_S), pytest.raises((WeightUpdateError, TimeoutError)):
                 await r.publish("0.1")
         await check_after(r, "0.2")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from asyncrl.config.machine import Machine
 from asyncrl.errors import TrainerError
-from asyncrl.training.ranks import rank
+from asyncrl.training.ranks import device, rank
 from asyncrl.training.ranks.device import check_device
 from asyncrl.training.ranks.layout import RankEnvironment
 
@@ -19,6 +19,7 @@ from asyncrl.training.ranks.layout import RankEnvironment
 def torch_sees(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    monkeypatch.setattr(device, "driver_version", lambda: "535.104")
     yield
 
 
@@ -27,7 +28,11 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     [
         (0, 0, None),
         (8, 8, None),
-        (8, 0, r"driver shows 8 GPUs, and torch can use 0: .*older than CUDA 13.*asyncrl doctor"),
+        (
+            8,
+            0,
+            r"\(535\.104\) shows 8 GPUs, and torch can use 0: .*needs driver 580 or newer.*asyncrl doctor",
+        ),
         (8, 7, "torch can use 7"),
         (0, 8, "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
     ],
@@ -45,5 +50,5 @@ def test_torch_must_see_what_the_layout_has(planned: int, torch_sees: None, told
 def test_a_rank_asks_before_it_joins_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "detect", lambda: Machine(gpus=("0",)))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it joined a group"))
-    with pytest.raises(TrainerError, match="driver shows 1 GPUs"):
+    with pytest.raises(TrainerError, match="shows 1 GPUs"):
         rank.join_process_groups(RankEnvironment(), dist.HashStore(), 5.0)

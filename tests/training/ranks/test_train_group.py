@@ -165,6 +165,31 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs() -> None:
     assert None not in world.exit_codes, "the hanging rank ends itself once rank 0 gave up"
 
 
+def test_an_export_may_take_long_while_it_goes_on_and_ends_soon_when_it_does_not() -> None:
+    class Slow(Collected):
+        def put(self, name: str, tensor: Tensor) -> None:
+            time.sleep(0.6)
+            super().put(name, tensor)
+
+    class Stuck(Collected):
+        def finish(self) -> None:
+            time.sleep(1000)
+
+    async def scenario(group: TrainGroup, events: EventLog) -> Any:
+        await group.init()
+        slow, began = Slow(), time.monotonic()
+        await group.export(slow, 1.4)
+        took_s, began = time.monotonic() - began, time.monotonic()
+        with pytest.raises(TrainerError) as caught:
+            await group.export(Stuck(), 1.4)
+        return slow.finished, took_s, str(caught.value), time.monotonic() - began
+
+    finished, took_s, message, stuck_s = run_world(scenario, world_size=1).value
+    assert finished and took_s > 1.4
+    assert "exporting the weights did not go on for 1.4 s" in message and "in finish" in message
+    assert stuck_s < 6.0
+
+
 def test_a_rank_that_dies_while_nobody_waits_ends_the_job() -> None:
     async def scenario(group: TrainGroup, events: EventLog) -> Any:
         await group.init()
