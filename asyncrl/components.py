@@ -127,7 +127,9 @@ async def _start_executor(
         _build_executor, job, config, controller.router_url, trainers, name, abandon_on_cancel=True
     )
     job.disposal.push_async_callback(executor.dispose)
-    await executor.start(job.task_group, pin_eval_fleet=controller.pin_eval_fleet)
+    await executor.start(
+        job.task_group, pin_eval_fleet=controller.pin_eval_fleet, distrust=controller.quarantine_engine
+    )
     job.pauses.add(executor)
     return executor
 

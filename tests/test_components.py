@@ -88,6 +88,8 @@ class Rig:
 
             async def pin_eval_fleet(self, hf_dir: Any = None, version: Any = None) -> Any: ...
 
+            def quarantine_engine(self, engine_id: str, reason: str) -> None: ...
+
             async def dispose(self) -> None:
                 rig.note("controller.dispose")
 
@@ -99,7 +101,8 @@ class Rig:
                 rig.asked_for.append({"config": config, "url": router_url, "trainers": trainers, "name": name})
                 self.name = name
 
-            async def start(self, tasks: Any, *, pin_eval_fleet: Any) -> None:
+            async def start(self, tasks: Any, *, pin_eval_fleet: Any, distrust: Any) -> None:
+                assert distrust.__name__ == "quarantine_engine"
                 assert declared_models() == {"judge": "http://127.0.0.1:2"}, "before a reward can ask"
                 rig.note("executor.start")
 

@@ -158,6 +158,11 @@ PinEvalFleet = Callable[[Path | None], Awaitable[EvalFleetInfo]]
 published weights (None). Argument and result are data. Raises EngineError where that cannot be."""
 
 
+DistrustEngine = Callable[[str, str], None]
+"""How an executor tells that an engine (its id) should not serve, and why: its answers cannot be believed. Returns at
+once."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateLease:
     """The right to bring `engines` to `version`. They stay paused and stamped as torn until commit or abort."""

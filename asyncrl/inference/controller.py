@@ -215,6 +215,16 @@ class InferenceController:
         """Engines are probed again."""
         self._monitoring.paused = False
 
+    def quarantine_engine(self, engine_id: str, reason: str) -> None:
+        """Takes an engine of the trained model that serves out of service; its process is killed and started again.
+
+        An external engine leaves the router, and joins again. Returns at once; nothing is done to an engine that does
+        not serve, or is not known.
+        """
+        for engine in self._started.actor.engines:
+            if engine.engine_id == engine_id:
+                self._started.actor.distrust(engine, reason)
+
     async def check_weights(self, action: CheckAction, skip_list: Sequence[str] = ()) -> Mapping[str, Checksums]:
         """Runs the weight checker on all live engines; returns engine id → checksums for `checksum`, else nothing.
 

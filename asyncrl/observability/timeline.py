@@ -185,6 +185,9 @@ TIMELINE: Mapping[str, Wording] = {
     "evaluated": Wording("evaluation", _evaluated),
     "trainer_ready": Wording("trainer", "{ranks:rank} ready after {seconds:.1f} s: {tensors:tensor}, {bytes:byte}"),
     "trainer_resumed": Wording("trainer", _resumed),
+    "correction_switched_on": Wording(
+        "trainer", "corrects for tokens of other weights from step {step} on: the mismatch was {mismatch:.3g} nat"
+    ),
     "groups_rolled_back": Wording(
         "rollouts", lambda e: counted(len(names(e.get("group_ids"))), "ended group") + " rolled back"
     ),

@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 from asyncrl.config import Config
 from asyncrl.config.checks.external import normal_url
 from asyncrl.config.concurrency import concurrency_of, planned_engines
-from asyncrl.data.fleet import job_name
+from asyncrl.data.fleet import DistrustEngine, job_name
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.host.open_files import raise_open_files
 from asyncrl.observability.events import EventLog
@@ -36,6 +36,7 @@ from asyncrl.rollout.requests.engine_clock import EngineClock
 from asyncrl.rollout.requests.engine_queries import EngineQueries
 from asyncrl.rollout.requests.generate_client import GenerateClient, RequestOptions
 from asyncrl.rollout.requests.retry import WAITED_OUT, RequestFault, RetryPolicy
+from asyncrl.rollout.requests.trust import Trust
 from asyncrl.rollout.rewards.scorer import Scorer
 from asyncrl.run_directory.engine_key import key_file
 
@@ -47,12 +48,21 @@ class Connection:
     """Construct it in the event loop, `start`, use `generator`; `aclose` at the end."""
 
     def __init__(
-        self, router_url: str, config: Config, scorer: Scorer, *, tokenizer: PolicyTokenizer, events: EventLog
+        self,
+        router_url: str,
+        config: Config,
+        scorer: Scorer,
+        *,
+        tokenizer: PolicyTokenizer,
+        events: EventLog,
+        distrust: DistrustEngine | None = None,
     ) -> None:
-        """Sends nothing yet. Samples are scored by `scorer`."""
+        """Sends nothing yet. Samples are scored by `scorer`; `distrust` is told of engines that should not serve."""
         rollout, self._on_update = config.rollout, config.weights.on_update
         self._patience_s = rollout.request_timeout_s
         self._events = events
+        self._trust = Trust()
+        self._distrust = distrust
         external = map(normal_url, config.engine.external)
         self._queries = EngineQueries(router_url, key_file(config.run.dir), frozenset(external))
         self.clock = EngineClock(expected_pause_s=self._patience_s)
@@ -94,9 +104,17 @@ class Connection:
         await self.client.aclose()
         self.clock.resume()  # no pause is waited for any more
 
+    def believed(self, engine: str) -> None:
+        """As the observer of its client: the engine is trusted more."""
+        self._trust.believed(engine)
+
     def failed(self, failure: RequestFailed) -> None:
-        """As the observer of its client: a failed attempt is an event."""
+        """As the observer of its client: a failed attempt is an event. An engine may lose all trust by it."""
         self._events.emit(failure)
+        if failure.failure != RequestFault.MALFORMED or not failure.engine or self._distrust is None:
+            return
+        if (why := self._trust.malformed(failure.engine)) is not None:
+            self._distrust(failure.engine, f"{why}; the last: {failure.detail}")
 
     def given_up(self, rid: str, reason: str) -> None:
         """As the observer of its client: the request is to be ended in its engine."""
@@ -145,18 +163,33 @@ class Connections:
     """Opens connections in one task group, and closes each of them when it is retired."""
 
     def __init__(
-        self, config: Config, scorer: Scorer, task_group: TaskGroup, *, tokenizer: PolicyTokenizer, events: EventLog
+        self,
+        config: Config,
+        scorer: Scorer,
+        task_group: TaskGroup,
+        *,
+        tokenizer: PolicyTokenizer,
+        events: EventLog,
+        distrust: DistrustEngine | None = None,
     ) -> None:
         self._config = config
         self._scorer = scorer
         self._tasks = task_group
         self._tokenizer = tokenizer
         self._events = events
+        self._distrust = distrust
         self._open: set[Connection] = set()
 
     def open(self, router_url: str) -> Connection:
         """A started connection. Needs no router yet: requests wait for one."""
-        connection = Connection(router_url, self._config, self._scorer, tokenizer=self._tokenizer, events=self._events)
+        connection = Connection(
+            router_url,
+            self._config,
+            self._scorer,
+            tokenizer=self._tokenizer,
+            events=self._events,
+            distrust=self._distrust,
+        )
         self._open.add(connection)
         connection.start(self._tasks)
         return connection

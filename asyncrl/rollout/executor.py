@@ -35,7 +35,7 @@ from asyncrl.config import Config
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.datasets import PromptSet, load_prompts
-from asyncrl.data.fleet import EvalFleetInfo, PinEvalFleet
+from asyncrl.data.fleet import DistrustEngine, EvalFleetInfo, PinEvalFleet
 from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.sample import Sample, SampleGroup
 from asyncrl.data.sources import Progress
@@ -152,11 +152,17 @@ class RolloutExecutor:
         self._parts: _Parts | None = None
         self._to_close = AsyncExitStack()
 
-    async def start(self, task_group: TaskGroup, *, pin_eval_fleet: PinEvalFleet | None = None) -> None:
+    async def start(
+        self,
+        task_group: TaskGroup,
+        *,
+        pin_eval_fleet: PinEvalFleet | None = None,
+        distrust: DistrustEngine | None = None,
+    ) -> None:
         """Loads the data, imports the reward and starts its workers, which live in `task_group` until `dispose`.
 
-        `pin_eval_fleet` brings the engines that only evaluate to a checkpoint. Needs no engine yet. Raises DataError,
-        RewardError, ConfigError.
+        `pin_eval_fleet` brings the engines that only evaluate to a checkpoint; `distrust` is told of an engine whose
+        answers cannot be believed. Needs no engine yet. Raises DataError, RewardError, ConfigError.
         """
         config, rollout, held_out = self._config, self._config.rollout, self._config.eval.data
         wanted = config.reward
@@ -178,7 +184,9 @@ class RolloutExecutor:
                     config.eval, config.model.path, host=self._host, log_dir=self._log_dir, name=self.name
                 )
             )
-        connections = Connections(config, scorer, task_group, tokenizer=self._tokenizer, events=self._events)
+        connections = Connections(
+            config, scorer, task_group, tokenizer=self._tokenizer, events=self._events, distrust=distrust
+        )
         self._to_close.push_async_callback(connections.aclose)
         engines = connections.open(self._router_url)
         stream = await in_thread(lambda: PromptStream.of(prompts, config.data, self.name))

@@ -17,7 +17,7 @@ Invariants
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import msgspec
@@ -79,6 +79,13 @@ class OtherRanks(Protocol):
 
     async def tell(self, ranks: Collection[int], message: Taken | Stopped) -> None:
         """Sends `message` to those of `ranks` that are connected; also in a task that is being cancelled."""
+
+    @property
+    def stacks(self) -> Mapping[int, str]:
+        """Where ranks were when they were asked last."""
+
+    async def ask_stacks(self, timeout_s: float) -> None:
+        """Asks every rank where it is, and fills `stacks` with the answers that come in time."""
 
 
 class Desk:

@@ -141,7 +141,7 @@ README = Path(__file__).parents[2] / "README.md"
         (
             ["--algorithm.ratio-max", "3"],
             "algorithm.ratio_max",
-            "grpo has no such setting; it has aggregation, clip_high",
+            "grpo has no such setting; it has a",
         ),
         (
             ["--train.algorithm", "sft", "--algorithm.clip-low", "0.1"],

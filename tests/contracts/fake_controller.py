@@ -252,6 +252,11 @@ class FakeController:
                 raise EngineError("weights differ from the snapshot in layer")
         return sums if action == "checksum" else {}
 
+    def quarantine_engine(self, engine_id: str, reason: str) -> None:
+        engine = self._engines.get(engine_id)
+        if engine is not None and engine.state is EngineState.SERVING:
+            self.lose(engine_id)
+
     async def pin_eval_fleet(self, hf_dir: Path | None = None, version: str | None = None) -> EvalFleetInfo:
         while hf_dir is None and self._copy_due is not None:
             await self._changes.wait()

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.data.fleet import PinEvalFleet
+from asyncrl.data.fleet import DistrustEngine, PinEvalFleet
 from asyncrl.data.tokenizer import PolicyTokenizer
 from asyncrl.observability.events import EventLog
 from asyncrl.rollout.executor import RolloutExecutor
@@ -56,6 +56,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
         trainers: tuple[str, ...] = (TRAINER,),
         name: str = "",
         pin_eval_fleet: PinEvalFleet | None = None,
+        distrust: DistrustEngine | None = None,
         **sections: dict[str, Any],
     ) -> AsyncIterator[RolloutExecutor]:
         defaults: dict[str, dict[str, Any]] = {
@@ -78,7 +79,7 @@ def start_executor(tmp_path: Path, tokenizer: PolicyTokenizer, events: EventLog,
                 name=name,
             )
             try:
-                await executor.start(task_group, pin_eval_fleet=pin_eval_fleet)
+                await executor.start(task_group, pin_eval_fleet=pin_eval_fleet, distrust=distrust)
                 yield executor
             finally:
                 await executor.dispose()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,32 @@ async def test_a_response_ends_with_the_token_that_completes_a_stop_string_whoev
     assert all(row[-len(said) :].tolist() == said.tolist() for row in rows) and not batch.truncated.any()
     ends = zip(batch.versions, batch.sequence_lengths.tolist(), strict=True)
     assert all(spans[-1].end == length for spans, length in ends)
+
+
+async def test_an_engine_that_answers_what_cannot_be_sampled_is_told_and_costs_no_sample(
+    start_executor: StartExecutor, events: EventLog
+) -> None:
+    """A router asks two engines in turn, of which one computes garbage."""
+    told: list[tuple[str, str]] = []
+
+    def script(request: dict[str, Any], number: int) -> Action:
+        stamp = {"weight_version": f"0.1@engine-{number % 2}"}
+        return Action((1, 3, 2), logprobs=(-0.5, 7.0, -0.5) if number % 2 and not told else None, meta=stamp)
+
+    def distrust(engine: str, reason: str) -> None:
+        told.append((engine, reason))
+
+    rollout = {"request_retries": 50}
+    async with (
+        scripted_engine(script) as engine,
+        start_executor(engine, distrust=distrust, rollout=rollout) as executor,
+    ):
+        batch = await executor.get(0)
+    assert batch.num_samples == 12
+    [(engine_id, reason)] = told
+    assert engine_id == "engine-1" and re.match(
+        r"8 of its last \d+ answers cannot have been sampled; the last: .*engine-1", reason
+    )
 
 
 async def test_concurrency_is_bounded_and_used(start_executor: StartExecutor) -> None:

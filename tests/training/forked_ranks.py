@@ -33,6 +33,7 @@ _PRELOADED = [
     "asyncrl.training.megatron.backend",
     "tests.training.megatron.conftest",  # brings transformers and its models
     "tests.training.worlds",
+    "tests.inference.conftest",  # what rank 0 has beside the trainer where a world has engines
     __name__,
 ]
 

@@ -41,9 +41,13 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 class NoOtherRanks:
     """The other ranks of a trainer of one."""
 
+    stacks: Mapping[int, str] = {}
+
     def listen(self, take: Callable[[int, Offer], None]) -> None: ...
 
     async def tell(self, ranks: Collection[int], message: Taken | Stopped) -> None: ...
+
+    async def ask_stacks(self, timeout_s: float) -> None: ...
 
 
 class ThreadSource:

@@ -40,6 +40,7 @@ class Gang:
         self.made: list[tuple[int, int]] = []
         """Every offer of a rank >= 1: rank and bucket."""
         self.threads = [TrainerThread() for _ in range(ranks)]
+        self.stacks: dict[int, str] = {}
         self._take: Callable[[int, Offer], None] = lambda rank, offer: None
         self._desks = [Desk(partial(self._send, rank)) for rank in range(ranks)]
 
@@ -60,6 +61,9 @@ class Gang:
     async def tell(self, ranks: Collection[int], message: Taken | Stopped) -> None:
         for rank in ranks:
             self._desks[rank].hear(message)
+
+    async def ask_stacks(self, timeout_s: float) -> None:
+        self.stacks = {rank: f"the stack of rank {rank}" for rank in range(1, len(self.threads))}
 
     def _send(self, rank: int, offer: Offer) -> None:
         if offer.error is None:

@@ -135,8 +135,9 @@ async def test_a_rank_that_hangs_ends_the_transfer_by_its_name(gang: Gang, rank:
     gang.before_tensor = lambda r, n: (held.wait(20), None)[1] if (r, n) == (rank, at) else None
     told = "end of the weight export" if number == "end" else f"trainer rank {rank} offered no tensors of bucket"
     try:
-        with anyio.fail_after(10), pytest.raises(TrainerError, match=told):
+        with anyio.fail_after(10), pytest.raises(TrainerError, match=told) as caught:
             await transfer(transport_to(engines, timeout_s=0.5), gang, engines)
+        assert ("the stack of rank 2" in str(caught.value)) == (rank == 2 or number == "end")
         await eventually(lambda: not any(wait.what.startswith("handover") for wait in WAITS.snapshot()), 3.0)
     finally:
         held.set()

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.config.architecture import Architecture
 from asyncrl.config.layout import Device, DType
+from asyncrl.config.memory import trainer
 from asyncrl.config.memory.needs import Parts, added
 from asyncrl.config.memory.shapes import BYTES, RankShape
+
+N = TypeVar("N", int, float)
 
 COLOCATED_MEMORY_FRACTION = 0.6
 """Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
 RUNTIME_BYTES = 1 << 30
 """Assumed, of an engine's rank on a GPU: CUDA context, kernels and communicators."""
+_LEAST_ACTIVATIONS = 512 << 20
+"""Of an engine whose memory others share: the constant part of what SGLang sets aside."""
 CPU_MAX_TOTAL_TOKENS = 65536
 """KV pool of an engine on CPU, in tokens, where nobody says it."""
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -64,17 +69,17 @@ def engine_memory(
     """
     shape = RankShape(model, ranks)
     weights, each = shape.parameters * BYTES[dtype], shape.kv_bytes(dtype)
-    asked: int | None = settings.get("max_total_tokens")
+    asked = _number(settings.get("max_total_tokens"), int)
     if device == "cpu" or capacity is None:
         tokens = asked or (CPU_MAX_TOTAL_TOKENS if device == "cpu" else 0)
         return EngineMemory(added({"weights": weights, "KV": tokens * each}), tokens)
     graphs, activations = _reserved(capacity, ranks)
-    fraction = settings.get("mem_fraction_static") or (COLOCATED_MEMORY_FRACTION if colocated else None)
-    if fraction is None:
-        fraction = max(0.0, 1 - (graphs + activations) / capacity)
+    told = _number(settings.get("mem_fraction_static"), float) or (COLOCATED_MEMORY_FRACTION if colocated else None)
+    fraction = max(0.0, 1 - (graphs + activations) / capacity) if told is None else min(told, 1.0)
     free = max(0, capacity - RUNTIME_BYTES)
     pool = int(free * fraction) - weights
-    activations = max(0, min(activations, free - int(free * fraction) - graphs))
+    left = free - int(free * fraction) - graphs - (trainer.RUNTIME_BYTES if colocated else 0)
+    activations = max(_LEAST_ACTIVATIONS, min(activations, left))
     tokens = pool // each if asked is None else min(asked, pool // each)
     rest: Parts = {"weights": weights, "graphs": graphs, "activations": activations, "runtime": RUNTIME_BYTES}
     return EngineMemory(added({"KV": max(tokens, 0) * each}, rest), tokens)
@@ -88,3 +93,8 @@ def _reserved(capacity: int, ranks: int) -> tuple[int, int]:
     if capacity > 60 * _GIB:
         activations = max(activations, 10 * _GIB - graphs)
     return graphs, activations
+
+
+def _number(value: object, kind: type[N]) -> N | None:
+    """A positive number; None for anything else, which the check of server arguments refuses."""
+    return value if isinstance(value, kind) and not isinstance(value, bool) and value > 0 else None

@@ -6,6 +6,7 @@ weights, and the engines' turn. Nothing is claimed about a device whose size is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -26,7 +27,6 @@ MOST_TOKENS = 32768
 """Largest packing budget that is chosen by itself. Past it a forward pass gets no faster, only larger."""
 _STEP_TOKENS = 256
 _LONGEST_TRIED = 1 << 24
-_NAME_CHARACTERS = "abcdefghijklmnopqrstuvwxyz_- "
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Estimator:
     """Memory of each GPU; None where it is not known, and on CPU."""
     host_bytes: int | None = None
     """Memory of the node of rank 0; None where it is not known."""
+    frozen: tuple[Architecture, ...] = ()
+    """Models that every rank holds beside the trained one, untrained: a reference, a teacher."""
     beside: Mapping[str, Architecture] = field(default_factory=dict)
     """Models that are served beside the trained one, by name, as far as their shape is known."""
 
@@ -55,12 +57,17 @@ class Estimator:
             return None
         layout = self.layout
         return trainer_memory(
-            self.config, self.model, dtype=layout.dtype, device=layout.device, data_parallel=layout.data_parallel
+            self.config,
+            self.model,
+            dtype=layout.dtype,
+            device=layout.device,
+            data_parallel=layout.data_parallel,
+            frozen=self.frozen,
         )
 
     @property
     def engines(self) -> Mapping[str, tuple[EnginePlacement, EngineMemory]]:
-        """Every engine whose model has a known shape, by its id, and the memory of one of its ranks."""
+        """Every engine whose model has a known size, by its id, and the memory of one of its ranks."""
         groups: list[tuple[Architecture, EngineConfig | ServingConfig, tuple[EnginePlacement, ...]]]
         groups = [(self.model, self.config.engine, self.layout.engines)]
         served = served_beside(self.config)
@@ -72,6 +79,7 @@ class Estimator:
         return {
             placement.engine_id: (placement, self._engine(model, settings, placement))
             for model, settings, placements in groups
+            if "quantization" not in settings.server_args
             for placement in placements
         }
 
@@ -159,12 +167,18 @@ class Estimator:
         ranks = sum(rank.node == layout.trainers[0].node for rank in layout.trainers)
         if config.weights.keep_published != "never" and not config.debug.train_only:
             yield "copy of the published weights", RankShape(self.model).parameters * BYTES[layout.dtype]
+        if config.checkpoint.every:
+            share = -(-(3 * trainer.gradients + trainer.frozen) // layout.data_parallel)  # float32: weights and moments
+            yield "copy of a checkpoint", ranks * share + RankShape(self.model).parameters * BYTES[layout.dtype]
         if trainer.on_host:
             gradients = -(-trainer.gradients // layout.data_parallel)
             yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)
         if layout.colocated:
             state = 0 if trainer.on_host else trainer.optimizer
-            yield "Adam's state and weights of the ranks in the engines' turn", ranks * (state + trainer.weights)
+            yield (
+                "Adam's state and weights of the ranks in the engines' turn",
+                ranks * (state + trainer.weights + trainer.frozen),
+            )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
@@ -178,4 +192,4 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 def _numbered(names: list[str]) -> str:
     """`rank 0`, `rank 0..3`: of processes that are numbered in order."""
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].lstrip(_NAME_CHARACTERS)}"
+    return names[0] if len(names) == 1 else f"{names[0]}..{re.split('[- ]', names[-1])[-1]}"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from asyncrl.config.machine import Machine
+from asyncrl.config.problems import InvalidConfigError, Problem
 from asyncrl.config.root import Config
-from asyncrl.errors import ConfigError
 
 _MIB = 1 << 20
 KNOWN_GPUS: Mapping[str, int] = {
@@ -20,7 +20,6 @@ KNOWN_GPUS: Mapping[str, int] = {
     "H200": 143771 * _MIB,
     "L4": 23034 * _MIB,
     "L40S": 46068 * _MIB,
-    "T4": 15360 * _MIB,
 }
 """Memory of GPUs by name, in bytes, as the driver tells it."""
 MOST_GPUS = 1024
@@ -36,17 +35,15 @@ def planned_machine(written: str, ranks: int | None, here: Machine, config: Conf
     engines that were asked for: all of them where engines share GPUs, else those that the engines do not take, else
     half. What is not known of that machine, its cores and limits, refuses nothing.
 
-    Raises ConfigError for a machine that cannot be read.
+    Raises InvalidConfigError for a machine that cannot be read.
     """
     form = _FORM.fullmatch(written.strip())
     size = _gpu_bytes(form[3]) if form else None
     counts = [int(count) for count in form.groups()[:2] if count is not None] if form else []
     if size is None or not all(1 <= count <= MOST_GPUS for count in counts):
         known = ", ".join(KNOWN_GPUS)
-        raise ConfigError(
-            f"--as: {written!a} is no machine; write GPUS x GPU, as 8x80GB or 8xH100, or NODES x GPUS x GPU, as "
-            f"2x8x80GB (known: {known})"
-        )
+        text = f"{written!a} is no machine; write 8x80GB, 8xH100, or 2x8x80GB for two nodes (known: {known})"
+        raise InvalidConfigError([Problem("--as", text)])
     nodes, gpus = (1, *counts)[-2:] if counts else (1, 1)
     if ranks is None:
         ranks = here.local_world_size if here.world_size > 1 else _ranks_left(config, gpus)

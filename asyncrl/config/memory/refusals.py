@@ -15,7 +15,7 @@ from asyncrl.config.architecture import check_tensor_parallel
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
 from asyncrl.config.memory.estimate import Estimator
-from asyncrl.config.memory.needs import Need
+from asyncrl.config.memory.needs import JobMemory, Need
 from asyncrl.config.placement.rules import derive_layout
 from asyncrl.config.problems import Problem
 from asyncrl.config.root import Config
@@ -23,6 +23,8 @@ from asyncrl.errors import ConfigError
 
 KEY = "GPU memory"
 """Under which a need that does not fit is told: no single setting is to blame."""
+_TRAINED = "engine-"
+"""Begins the ids of the engines of the trained model."""
 _GB = 10**9
 _TOKENS = "train.max_tokens_per_microbatch"
 _PEAK = "engine.colocate_memory_peak_device"
@@ -36,42 +38,64 @@ def memory_problems(
 
     `tokens`: the packing budget. `longest`: tokens of the longest sequence that the configuration names.
     """
-    capacity, trainer = estimator.gpu_bytes, estimator.trainer
-    if capacity is None:
+    if estimator.gpu_bytes is None:
         return
-    told, also = None, ""
-    if trainer is not None and sum(trainer.static.values()) > capacity:
-        told = f"{_short(Need('each trainer rank', trainer.static, capacity))}, before any activation"
-    elif planned and (worst := estimator.memory(tokens).worst) is not None:
-        told = f"{_short(worst)}, with micro-batches of {tokens} tokens"
-    elif estimator.config.train.max_tokens_per_microbatch is None and _trains_less(estimator, longest):
-        told = (
-            f"one rank can train sequences of about {estimator.largest_budget()} tokens, and the longest has {longest}"
-        )
-        also = f"; {_TOKENS} = {longest} tries it as it is"
-    full = [
-        (engine_id, memory.kv_tokens)
-        for engine_id, (_, memory) in estimator.engines.items()
-        if memory.kv_tokens < (longest if planned and engine_id.startswith("engine-") else 1)
-    ]
-    if told is None and full and "quantization" not in estimator.config.engine.server_args:
-        engine_id, room = full[0]
-        told = f"{engine_id} has room for the KV of {max(0, room)} tokens beside its weights, and needs {longest}"
-    memory = estimator.memory(tokens)
-    if planned and not memory.host_fits:
+    least = longest if planned else 1
+    told = (
+        _model_alone(estimator)
+        or (_whole_step(estimator, tokens) if planned else None)
+        or _long_sequences(estimator, longest)
+        or _room_for_kv(estimator, least)
+    )
+    if told is not None:
+        yield Problem(KEY, f"{told}; {remedy(estimator, machine, longest)}")
+    if planned:
+        yield from _host_problems(estimator.memory(tokens))
+
+
+def _model_alone(estimator: Estimator) -> str | None:
+    """What is certain: it lies on the GPU all the time."""
+    trainer = estimator.trainer
+    if trainer is None:
+        return None
+    need = Need("each trainer rank", trainer.static, estimator.gpu_bytes)
+    return None if need.fits else f"{_short(need)}, before any activation"
+
+
+def _whole_step(estimator: Estimator, tokens: int) -> str | None:
+    worst = estimator.memory(tokens).worst
+    return None if worst is None else f"{_short(worst)}, with micro-batches of {tokens} tokens"
+
+
+def _long_sequences(estimator: Estimator, longest: int) -> str | None:
+    """Where nobody set the packing budget."""
+    fitting = estimator.largest_budget()
+    if estimator.config.train.max_tokens_per_microbatch is not None or fitting is None or fitting >= longest:
+        return None
+    return (
+        f"one rank can train sequences of about {fitting} tokens, and the longest has {longest} "
+        f"({_TOKENS} = {longest} tries it as it is)"
+    )
+
+
+def _room_for_kv(estimator: Estimator, least: int) -> str | None:
+    """`least`: tokens that an engine of the trained model must hold."""
+    for engine_id, (_, memory) in estimator.engines.items():
+        needed = least if engine_id.startswith(_TRAINED) else 1
+        if memory.kv_tokens < needed:
+            room = max(0, memory.kv_tokens)
+            return f"{engine_id} has room for the KV of {room} tokens beside its weights, and needs {needed} or more"
+    return None
+
+
+def _host_problems(memory: JobMemory) -> Iterator[Problem]:
+    if not memory.host_fits:
         yield Problem(
             "host memory",
             f"the node of rank 0 has {(memory.host_bytes or 0) / _GB:.1f} GB, and the job takes "
             f"{sum(memory.host.values()) / _GB:.1f} GB ({', '.join(memory.host)}); train.optimizer_on_host = false, "
             'weights.keep_published = "never" and engine.colocate = false take less',
         )
-    if told is not None:
-        yield Problem(KEY, f"{told}; {remedy(estimator, machine, longest)}{also}")
-
-
-def _trains_less(estimator: Estimator, longest: int) -> bool:
-    fitting = estimator.largest_budget()
-    return fitting is not None and fitting < longest
 
 
 def remedy(estimator: Estimator, machine: Machine, longest: int) -> str:
@@ -169,7 +193,7 @@ def _fits(estimator: Estimator, longest: int) -> bool:
     return (
         memory.worst is None
         and memory.host_fits
-        and all(tokens >= longest for engine_id, tokens in memory.kv_tokens.items() if engine_id.startswith("engine-"))
+        and all(tokens >= longest for engine_id, tokens in memory.kv_tokens.items() if engine_id.startswith(_TRAINED))
     )
 
 

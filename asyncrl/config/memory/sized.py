@@ -5,6 +5,7 @@ Only here are models read for the estimate. A model that cannot be read, or is n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +50,24 @@ def sized_job(config: Config, layout: ProcessLayout, machine: Machine, *, dry_ru
     beside = {name: shape for name, shape in shapes.items() if shape is not None}
     sources: dict[str, str] = {}
     longest = config.model.context_length or config.rollout.max_new_tokens + 1
+    frozen = tuple(shape for path in _frozen(config) if (shape := _architecture(path)) is not None)
     gpu_bytes = machine.gpu_bytes if layout.device == "cuda" else None
-    estimator = Estimator(config, layout, model, gpu_bytes, machine.host_bytes, beside)
+    estimator = Estimator(config, layout, model, gpu_bytes, machine.host_bytes, frozen, beside)
     tokens = config.train.packing_budget if config.model.builder is not None else estimator.budget(longest)
     problems = memory_problems(estimator, machine, tokens=tokens, longest=longest, planned=dry_run)
     if config.train.max_tokens_per_microbatch is None and layout.device == "cuda" and config.model.builder is None:
         train = config.train.model_copy(update={"max_tokens_per_microbatch": tokens})
         config, sources = config.model_copy(update={"train": train}), {BUDGET: FITTED}
     return SizedJob(config, sources, estimator.memory(tokens), tuple(problems))
+
+
+def _frozen(config: Config) -> Iterator[Path]:
+    """The directory of each model that the trainer's ranks hold and do not train."""
+    algorithm = config.algorithm
+    if algorithm.reference is not None or algorithm.kl not in (None, "off"):
+        yield algorithm.reference or config.model.path
+    if algorithm.teacher is not None:
+        yield algorithm.teacher
 
 
 def _paths(config: Config) -> dict[str, Path | None]:

@@ -1,13 +1,14 @@
 """What one trainer rank needs on its device, and in host memory. Pure.
 
 Invariants
-- What lies on the device all the time is counted in full: weights, gradients in float32, and Adam's state (moments, and
-  in bfloat16 training the weights in float32), of which each data-parallel rank holds a part.
+- What lies on the device all the time is counted in full: weights of all roles, gradients in float32, and Adam's state
+  (moments, and in bfloat16 training the weights in float32), of which each data-parallel rank holds a part.
 - To that comes the largest of the phases that follow one another: a micro-batch, or a publication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncrl.config.architecture import Architecture
@@ -31,6 +32,9 @@ class TrainerMemory:
     """One rank of a trainer, in bytes."""
 
     weights: int
+    """Of the trained model."""
+    frozen: int
+    """Weights of the models that are not trained: a reference, a teacher."""
     gradients: int
     optimizer: int
     """Adam's state, wherever it lies."""
@@ -44,10 +48,8 @@ class TrainerMemory:
     @property
     def static(self) -> Parts:
         """What lies on the device at any time."""
-        optimizer = 0 if self.on_host else self.optimizer
-        return added(
-            {"weights": self.weights, "gradients": self.gradients, "optimizer": optimizer, "runtime": self.runtime}
-        )
+        optimizer, weights = 0 if self.on_host else self.optimizer, self.weights + self.frozen
+        return added({"weights": weights, "gradients": self.gradients, "optimizer": optimizer, "runtime": self.runtime})
 
     def at(self, tokens: int) -> Parts:
         """What lies on the device at the peak of a step with micro-batches of `tokens` tokens."""
@@ -62,9 +64,15 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    config: Config, model: Architecture, *, dtype: DType, device: Device, data_parallel: int
+    config: Config,
+    model: Architecture,
+    *,
+    dtype: DType,
+    device: Device,
+    data_parallel: int,
+    frozen: Iterable[Architecture] = (),
 ) -> TrainerMemory:
-    """The memory of one of the ranks that share `data_parallel` copies of the model."""
+    """The memory of one of the ranks that share `data_parallel` copies of the model, and of the `frozen` ones."""
     train, number = config.train, BYTES[dtype]
     shape, whole = RankShape(model, train.tensor_parallel), RankShape(model)
     state = _MOMENTS + (_MAIN_WEIGHT if dtype == "bfloat16" else 0)
@@ -72,6 +80,7 @@ def trainer_memory(
     gathered = 2 * whole.largest_parameter * number if train.tensor_parallel > 1 else 0
     return TrainerMemory(
         weights=shape.parameters * number,
+        frozen=sum(RankShape(other, train.tensor_parallel).parameters for other in frozen) * number,
         gradients=shape.parameters * _GRADIENT,
         optimizer=-(-shape.parameters * state // data_parallel),
         on_host=train.optimizer_on_host,

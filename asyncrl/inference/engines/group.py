@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 import structlog
 
+from asyncrl.data.fleet import EngineState
 from asyncrl.errors import EngineError, EnginesLostError
 from asyncrl.host import HostedProcess
 from asyncrl.inference.context import FleetContext
@@ -163,6 +164,11 @@ class EngineGroup:
     async def quarantine(self, engine: ManagedEngine, reason: str) -> None:
         """Takes an engine that cannot be trusted out of service; it is started again."""
         await self._keepers[engine.engine_id].quarantine(reason)
+
+    def distrust(self, engine: ManagedEngine, reason: str) -> None:
+        """Has an engine that serves quarantined, and returns at once."""
+        if engine.state is EngineState.SERVING:
+            self._supervision.start(partial(self.quarantine, engine, reason), f"quarantine of {engine.engine_id}")
 
     async def stop(self) -> None:
         """Ends router and engines, all at once, and the tasks that kept them; none of it counts as a failure."""

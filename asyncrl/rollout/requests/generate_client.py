@@ -73,6 +73,9 @@ class GenerationFailed(Exception):
 class RequestObserver(Protocol):
     """Learns what happens to the attempts of a client. Its methods must return at once."""
 
+    def believed(self, engine: str) -> None:
+        """The engine of this id gave an answer that can have been sampled."""
+
     def failed(self, failure: RequestFailed) -> None:
         """An attempt failed."""
 
@@ -82,6 +85,9 @@ class RequestObserver(Protocol):
 
 class Unobserved:
     """A RequestObserver that ignores everything: engines find out by themselves."""
+
+    def believed(self, engine: str) -> None:
+        """Ignores it."""
 
     def failed(self, failure: RequestFailed) -> None:
         """Ignores it."""
@@ -254,6 +260,8 @@ class GenerateClient:
                 await self._clock.sleep(delay_s, "next attempt", f"router, after {failure.kind} of {sample_id}")
                 attempt += 1
             else:
+                if generation.engine:
+                    self._observer.believed(generation.engine)
                 if partial is None and not sampling.stop:
                     return generation
                 partial = (partial or PartialRollout.begin(input_ids, sampling)).extended(generation)

@@ -18,16 +18,22 @@ import torch
 _log = structlog.get_logger(__name__)
 
 _TRANSFORMER_ENGINE = "transformer_engine"
+_INSTALL = "install the version that fits: pip install --no-build-isolation -c requirements.lock '.[gpu]'; or remove it"
 _FLASH_CAPABILITY = (8, 0)
 """Compute capability from which torch's flash attention runs (Ampere)."""
 _FLASH_HEAD_DIM = 192
 """Largest size of a head whose gradient torch's flash attention computes on every such GPU; all are multiples of 8."""
+_CUDNN_CAPABILITIES = (9, 0), (12, 0)
+"""First and end of the compute capabilities on which cuDNN takes packed sequences: Hopper, and Blackwell of data
+centers. On others Transformer Engine keeps all scores of a sequence in memory, or wants flash-attn."""
+_CUDNN_HEAD_DIM = 128
+"""Largest size of a head whose gradient cuDNN computes on all of them."""
 
 
 class Attention(Enum):
     """What computes the attention over packed sequences."""
 
-    TRANSFORMER_ENGINE = "the modules of Transformer Engine"
+    TRANSFORMER_ENGINE = "Transformer Engine, which asks cuDNN"
     VARIABLE_LENGTH = "torch's flash attention, by the ends of the sequences: no padding, no copies"
     PADDED = "torch's scaled_dot_product_attention over runs of sequences that are padded to equal length"
 
@@ -36,12 +42,14 @@ def choose_attention(
     *, transformer_engine: bool, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int
 ) -> Attention:
     """Chooses for a device of compute `capability` (None: no GPU). Pure."""
-    if transformer_engine:
-        return Attention.TRANSFORMER_ENGINE
-    if capability is None or capability < _FLASH_CAPABILITY or dtype not in (torch.bfloat16, torch.float16):
+    if capability is None or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8:
         return Attention.PADDED
-    fits = head_dim % 8 == 0 and head_dim <= _FLASH_HEAD_DIM
-    return Attention.VARIABLE_LENGTH if fits else Attention.PADDED
+    first, end = _CUDNN_CAPABILITIES
+    if transformer_engine and first <= capability < end and head_dim <= _CUDNN_HEAD_DIM:
+        return Attention.TRANSFORMER_ENGINE
+    if capability >= _FLASH_CAPABILITY and head_dim <= _FLASH_HEAD_DIM:
+        return Attention.VARIABLE_LENGTH
+    return Attention.PADDED
 
 
 @cache
@@ -86,7 +94,7 @@ def check_transformer_engine() -> None:
         _log.warning(
             "Transformer Engine is installed, but does not load: training goes on without it, slower",
             reason=f"{type(error).__name__}: {error}",
-            fix='install the version that fits, with pip install --no-build-isolation "asyncrl[gpu]", or remove it',
+            fix=_INSTALL,
         )
 
 
@@ -95,5 +103,5 @@ def tell_unused_transformer_engine() -> None:
     if sys.modules.get(f"{_TRANSFORMER_ENGINE}.pytorch") is not None and not uses_transformer_engine():
         _log.warning(
             "Megatron cannot use the installed version of Transformer Engine: training goes on without it, slower",
-            fix='pip install --no-build-isolation "asyncrl[gpu]" installs the version that fits',
+            fix=_INSTALL,
         )

@@ -23,7 +23,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from asyncrl.config.architecture import Architecture
-from asyncrl.training.megatron.kernels import fuses_gradient_accumulation, uses_transformer_engine
+from asyncrl.training.megatron.kernels import (
+    Attention,
+    attention_of,
+    fuses_gradient_accumulation,
+    uses_transformer_engine,
+)
 from asyncrl.training.megatron.mapping import entry
 from asyncrl.training.megatron.modules import PackedAttention, PackedSequences, RMSNorm
 
@@ -84,7 +89,11 @@ def transformer_config(
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
     """The modules that the decoder is made of."""
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        device = torch.device("cuda", torch.cuda.current_device())
+        if attention_of(device, config.params_dtype, config.kv_channels) is not Attention.TRANSFORMER_ENGINE:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        return layer
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -131,7 +140,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = True
         self._positions: Tensor | None = None
-        if not uses_transformer_engine():  # whose rotary embedding goes by the ends of the sequences
+        if not config.apply_rope_fusion:  # which goes by the ends of the sequences
             self.rotary_pos_emb.register_forward_hook(self._select_angles)
         self.output_layer.register_forward_pre_hook(self._select_rows)
 

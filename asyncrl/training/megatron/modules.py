@@ -64,18 +64,20 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """Megatron's description of a packed micro-batch, plus the runs of an attention that pads.
 
     `cu_seqlens_q` and `cu_seqlens_kv` say on the device where sequences end, for kernels. Megatron's rotary embedding
-    reads `cu_seqlens_q_padded` and `cu_seqlens_kv_padded` on the host, in each layer. Without Transformer Engine these
-    lie there and name one stretch of all tokens, since the model gives it the angles of each token (`PolicyModel`).
+    reads `cu_seqlens_q_padded` and `cu_seqlens_kv_padded` on the host, in each layer, unless it is fused. So these lie
+    there and name one stretch of all tokens, since the model gives it the angles of each token (`PolicyModel`).
     """
 
     runs: tuple[PaddedRun, ...] = ()
     """Empty where no attention pads."""
 
 
-def packed_sequences(lengths: Sequence[int], device: torch.device, attention: Attention) -> PackedSequences:
-    """Describes sequences of `lengths` that lie one after the other, as `attention` needs them."""
+def packed_sequences(
+    lengths: Sequence[int], device: torch.device, attention: Attention, *, fused_rope: bool = False
+) -> PackedSequences:
+    """Describes sequences of `lengths` that lie one after the other, as attention and rotary embedding need them."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    stretch = None if attention is Attention.TRANSFORMER_ENGINE else ends[[0, -1]]
+    stretch = None if fused_rope else ends[[0, -1]]
     ends, longest = send(ends, device), max(lengths)
     return PackedSequences(
         qkv_format="thd",

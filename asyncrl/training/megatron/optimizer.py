@@ -74,7 +74,7 @@ class Optimizer:
         )
         if self._on_host:
             torch.accelerator.empty_host_cache()  # pinned copies of the whole model, of which it has kept its part
-        elif self._device.type == "cuda":
+        elif has_memory_of_its_own(self._device):
             for adam in self._adams():
                 fuse(adam)
         config.finalize_model_grads_func = finalize_model_grads

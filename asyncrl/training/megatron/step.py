@@ -92,6 +92,6 @@ def _forward(model: torch.nn.Module, packed: PackedTokens, device: torch.device)
     packed = packed.padded(parallel_state.get_tensor_model_parallel_world_size())  # which cut the tokens among them
     config = get_model_config(model)
     attention = attention_of(device, config.params_dtype, config.kv_channels)
-    sequences = packed_sequences(packed.lengths, device, attention)
+    sequences = packed_sequences(packed.lengths, device, attention, fused_rope=config.apply_rope_fusion)
     logits: Tensor = model(packed.tokens[None], packed.positions[None], sequences, packed.rows)
     return logits

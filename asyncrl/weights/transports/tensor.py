@@ -41,6 +41,8 @@ from asyncrl.weights.transfer import (
 )
 from asyncrl.weights.transports.tensor_sink import TensorSink
 
+_STACK_TIMEOUT_S = 2.0
+
 Clients = Mapping[EngineEndpoint, WeightReceiver]
 
 
@@ -170,10 +172,9 @@ class OfferCounter:
                 while self.error is None and not self._ended and self._missing(bucket, ranks):
                     await self._changes.wait()
         except TimeoutError:
-            raise TrainerError(
-                f"{_named(self._missing(bucket, ranks))} offered no tensors of bucket {bucket} within "
-                f"{self._handover.timeout_s:g} s: a rank hangs in the weight export"
-            ) from None
+            missing = self._missing(bucket, ranks)
+            what = f"{_named(missing)} offered no tensors of bucket {bucket} within {self._handover.timeout_s:g} s"
+            raise await self._hung(what, missing) from None
         if not self._missing(bucket, ranks):
             return self._offers.pop(bucket)
         await self.stop(self.error or "the weight export ended early")
@@ -198,7 +199,15 @@ class OfferCounter:
                 while not self._ended:
                     await self._changes.wait()
         except TimeoutError as error:
-            raise TrainerError(f"{error}: a rank hangs in the weight export") from None
+            raise await self._hung(str(error), self._handover.ranks) from None
+
+    async def _hung(self, what: str, ranks: Collection[int]) -> TrainerError:
+        """The error for ranks that do not go on, with the stacks of those that say where they are."""
+        await self._others.ask_stacks(_STACK_TIMEOUT_S)
+        stacks = {rank: stack for rank, stack in self._others.stacks.items() if rank in ranks}
+        lines = [f"{what}: a rank hangs in the weight export"]
+        lines += [f"rank {rank} is at:\n{stack}".rstrip() for rank, stack in stacks.items()]
+        return TrainerError("\n".join(lines))
 
     def _missing(self, bucket: int, ranks: Collection[int]) -> list[int]:
         return sorted(set(ranks) - self._offers.get(bucket, {}).keys())

@@ -117,5 +117,7 @@ class _HandlePickler(ForkingPickler):
             return NotImplemented
         rebuild, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
         named = list(arguments)
-        named[_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(named[_DEVICE_ARGUMENT]).uuid)
+        device = named[_DEVICE_ARGUMENT]
+        if isinstance(device, int):  # else SGLang was imported here, which names it so itself
+            named[_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(device).uuid)
         return rebuild, tuple(named)

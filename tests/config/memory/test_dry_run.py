@@ -90,6 +90,13 @@ def test_the_setting_that_is_named_is_one_with_which_the_plan_goes_through(recip
     assert loaded.memory is not None and loaded.memory.worst is None
 
 
+def test_a_reference_takes_its_weights_on_every_rank(recipe: Path) -> None:
+    argv = ("--dry-run", "--train.tensor-parallel", "4")
+    alone, held = (plan(recipe, "qwen3-8b", *argv, *kl, machine=GPUS).memory for kl in ((), ("--algorithm.kl", "loss")))
+    assert alone is not None and held is not None
+    assert held.devices[0].parts["weights"] == 2 * alone.devices[0].parts["weights"]
+
+
 def test_host_memory_that_is_not_there_is_refused_in_a_plan_of_this_machine(recipe: Path) -> None:
     small = replace(GPUS, host_bytes=10**9)
     argv = ("--dry-run", "--train.tensor-parallel", "4")
@@ -116,7 +123,7 @@ def test_the_packing_budget_is_what_fits_and_holds_the_longest_sequence(recipe: 
     assert plan(recipe, "qwen3-0.6b", *long, machine=GPUS, dry_run=False).config.train.packing_budget == 40960
     argv = ("--train.tensor-parallel", "2", "--model.context-length", "40960")
     text = refusal(recipe, "qwen3-8b", *argv, machine=GPUS, dry_run=False)
-    assert re.match(r"one rank can train sequences of about \d+ tokens, and the longest has 40960; ", text)
+    assert re.match(r"one rank can train sequences of about \d+ tokens, and the longest has 40960 ", text)
     plan(recipe, "qwen3-8b", *argv, f"--{BUDGET}", "40960", machine=GPUS, dry_run=False)
 
 

@@ -159,6 +159,16 @@ def test_the_state_of_adam_moves_to_the_host_and_is_counted_there() -> None:
     assert on_host.host["Adam's state and its gradients"] == 4 * (moved + on_device.devices[0].parts["gradients"])
 
 
+def test_a_checkpoint_is_copied_in_float32_and_as_a_model() -> None:
+    job = estimator({"train": {"tensor_parallel": 4}, "checkpoint": {"every": 5}}, gpus(8, 4))
+    assert job.memory(4096).host["copy of a checkpoint"] == pytest.approx(14 * RankShape(QWEN_8B).parameters, rel=1e-3)
+
+
+def test_an_engine_of_quantised_weights_is_left_out() -> None:
+    job = estimator({"engine": {"server_args": {"quantization": "fp8"}}}, gpus(8, 4), gpu_bytes=16 * GB)
+    assert job.engines == {} and [need.who for need in job.memory(64).devices] == ["rank 0..3"]
+
+
 def test_host_memory_is_held_against_what_the_node_has() -> None:
     job = estimator({"train": {"tensor_parallel": 4, "optimizer_on_host": True}}, gpus(8, 4))
     needed = sum(job.memory(4096).host.values())
@@ -196,6 +206,18 @@ def test_an_engine_has_the_kv_that_its_share_leaves(capacity: int, asked: int | 
     assert memory.parts.get("KV", 0) == max(0, memory.kv_tokens) * 147456  # 36 layers of 2 x 8 heads of 128, 2 bytes
     assert sum(memory.parts.values()) <= capacity
     assert (memory.kv_tokens == asked) == (asked is not None)
+
+
+@pytest.mark.parametrize("nonsense", ["much", True, -1, None, [0.5]])
+def test_server_arguments_that_are_no_numbers_are_left_to_their_own_check(nonsense: object) -> None:
+    settings = {"mem_fraction_static": nonsense, "max_total_tokens": nonsense}
+    given, plain = (
+        engine_memory(
+            QWEN_8B, dtype="bfloat16", device="cuda", ranks=1, capacity=80 * GB, settings=settings, colocated=True
+        )
+        for settings in (settings, {})
+    )
+    assert given == plain
 
 
 def test_an_engine_too_large_for_its_gpu_has_no_room_for_kv() -> None:

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.config.machine import InstalledGpu, Machine, memory_of
 from asyncrl.config.memory.planned import KNOWN_GPUS, planned_machine
-from asyncrl.errors import ConfigError
+from asyncrl.config.problems import InvalidConfigError
 from tests.config.conftest import Refused
 
 GB = 10**9
@@ -35,7 +35,7 @@ def test_a_machine_is_written_as_people_say_it(written: str, nodes: int, gpus: i
     "written", ["", "8", "8x", "8x80", "8x80TB", "0x80GB", "x80GB", "9999xH100", "8xH1OO", "2x3x4xH100"]
 )
 def test_a_machine_that_cannot_be_read_is_refused_with_an_example(written: str) -> None:
-    with pytest.raises(ConfigError, match="8x80GB"):
+    with pytest.raises(InvalidConfigError, match="8x80GB"):
         planned_machine(written, None, Machine(), Config())
 
 

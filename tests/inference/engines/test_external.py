@@ -122,6 +122,18 @@ async def test_an_external_engine_that_goes_away_is_found_by_probes_and_joins_an
         assert stranger.engine.weights.digest == fleet.engines[0].weights.digest
 
 
+async def test_an_external_engine_whose_answers_cannot_be_believed_leaves_the_router_and_joins_anew(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with beside_one_stranger(start_fleet, weights={"directory": tmp_path}) as (fleet, stranger):
+        await publish(fleet, "0.0", tmp_path)
+        fleet.controller.quarantine_engine("external-0", "8 of its last 9 answers cannot have been sampled")
+        await eventually(lambda: fleet.router.workers == [fleet.engines[0].url])
+        assert stranger.engine.alive
+        await eventually(lambda: serves(fleet, 1, "0.0"))
+        assert fleet.controller.fleet().engines[1].endpoint.generation == 1
+
+
 async def test_without_a_shared_directory_it_waits_for_the_next_publication(
     start_fleet: StartFleet, tmp_path: Path
 ) -> None:

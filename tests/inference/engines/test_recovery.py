@@ -263,7 +263,7 @@ async def test_an_engine_that_ends_too_often_is_given_up_and_the_others_go_on(st
         fleet.engines[1].exit_code = 1
         await fleet.host.kill("engine-1")
         await eventually(lambda: bool(fleet.failures))
-        with pytest.raises(EngineError, match=r"engine-1 is not started again: it was 1 times within 1800 s"):
+        with pytest.raises(EngineError, match=r"engine-1 is not started again: it was 1 time within 1800 s"):
             await fleet.controller.prepare_rollout(2)
 
 
@@ -364,3 +364,20 @@ async def test_a_router_that_answers_nonsense_is_told_in_one_message(start_fleet
         router = fleet.controller._started.actor.routing.router
         with pytest.raises(EngineError, match="router: GET /workers: "):
             await router.workers()
+
+
+async def test_an_engine_whose_answers_cannot_be_believed_is_started_again_and_serves_the_same_weights(
+    start_fleet: StartFleet, tmp_path: Path
+) -> None:
+    async with start_fleet(2, restarts=1) as fleet:
+        controller = fleet.controller
+        controller.quarantine_engine("engine-1", "it does not serve yet")
+        await publish(fleet, "0.0", tmp_path)
+        controller.quarantine_engine("engine-7", "there is none")
+        controller.quarantine_engine("engine-1", "8 of its last 9 answers cannot have been sampled")
+        controller.quarantine_engine("engine-1", "told twice")
+        await eventually(lambda: fleet.engines[1].lives == 2 and serves(fleet, 1, "0.0"))
+        await eventually(lambda: len(fleet.router.workers) == 2)
+        assert fleet.engines[0].lives == 1
+    reasons = [event["reason"] for event in fleet.events.recent if event.get("state") == "quarantined"]
+    assert reasons == ["8 of its last 9 answers cannot have been sampled"] and fleet.failures == []

@@ -138,6 +138,7 @@ def play(
         with META:
             model = PolicyModel(described, config).to(dtype=dtype)
         optimizer = Optimizer(model, config, Config().train, data_parallel=2)
+        assert all(group["fused"] for adam in optimizer._adams() for group in adam.param_groups)
         batch = make_batch(LENGTHS)
         reads = {}
         for name in algorithms:

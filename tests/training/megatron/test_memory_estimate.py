@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncrl.config import Config
 from asyncrl.config.architecture import Architecture, read_architecture
@@ -177,23 +175,7 @@ def test_weights_gradients_and_adam_take_what_was_estimated(ranks: int, tensor_p
 @pytest.mark.parametrize(("ranks", "shapes"), [(1, {"larger": LARGER, "qwen2": QWEN2}), (2, {"small": SMALL})])
 def test_activations_take_what_was_estimated(ranks: int, shapes: Mapping[str, Architecture]) -> None:
     [got, *_] = run_ranks(steps, shapes, world_size=ranks, tensor_parallel=ranks)
-    assert {what: compared for what, compared in got.items() if abs(compared.error) > 0.2} == {}
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values())
-def test_on_cuda_a_norm_keeps_its_input_and_one_number_a_row(dtype: torch.dtype) -> None:
-    """What the estimate assumes for GPUs; torch chooses its kernels for tensors that only pretend to lie on one too."""
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append((tuple(tensor.shape), tensor.dtype))
-        return tensor
-
-    with FakeTensorMode():
-        rows, weight = (torch.empty(n, 64, dtype=dtype, device="cuda", requires_grad=True) for n in (32, 1))
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            F.rms_norm(rows, (64,), weight[0], 1e-6)
-    assert set(kept) == {((32, 64), dtype), ((64,), dtype), ((32, 1), torch.float32)}
+    assert {what: compared for what, compared in got.items() if abs(compared.error) > 0.1} == {}
 
 
 def _print_table() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.training.learner.learner import Learner
-from asyncrl.training.megatron.optimizer import fuse, set_steps
+from asyncrl.training.megatron.optimizer import fuse
 from asyncrl.training.ranks.layout import RankLayout
 from tests.training.forked_ranks import run_ranks
 from tests.training.megatron.learners import learner_of, optimizer_of, weights_of
@@ -102,14 +102,3 @@ def logit_dtypes(layout: RankLayout, path: Any, dtype: str) -> set[torch.dtype]:
 def test_logits_have_the_precision_of_the_model(model_directory: Any) -> None:
     for dtype in ("bfloat16", "float32"):
         assert run_ranks(logit_dtypes, model_directory("qwen3"), dtype) == [{getattr(torch, dtype)}]
-
-
-def test_a_restored_step_count_lies_where_the_form_of_adam_reads_it() -> None:
-    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))  # a device that is not the host
-    for fused, device in ((True, "meta"), (None, "cpu")):
-        adam = torch.optim.AdamW([parameter])
-        adam.param_groups[0]["fused"] = fused
-        set_steps(adam, adam.param_groups[0], parameter, 3)
-        step = adam.state[parameter]["step"]
-        assert step.device.type == device and step.dtype == torch.float32
-        assert fused or step.item() == 3

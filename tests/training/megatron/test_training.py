@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.algorithms import policy_gradient
+from asyncrl.algorithms import off_policy, policy_gradient
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.chosen import token_staleness
 from asyncrl.data.batch import RolloutBatch
@@ -251,7 +251,9 @@ def test_trainer_and_engine_are_compared_over_tokens_that_the_trainers_own_weigh
     assert mixed["train/logprob_diff_max"] < 1e-5
     assert mixed["train/policy_moved_mean"] == pytest.approx(1.0, abs=1e-4) == mixed["train/policy_moved_max"]
     assert "train/logprob_diff_mean" not in moved and "train/policy_moved_mean" in moved
-    assert moved.keys() | mixed.keys() <= learner.METRICS.keys() | policy_gradient.METRICS.keys()
+    assert moved.keys() | mixed.keys() <= (
+        learner.METRICS.keys() | policy_gradient.METRICS.keys() | off_policy.METRICS.keys()
+    )
 
 
 def test_tokens_that_follow_kept_kv_of_older_weights_are_not_compared() -> None:
