@@ -11,6 +11,7 @@ import aiohttp
 import anyio
 import anyio.to_thread
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from asyncrl.data.fleet import EngineState, read_stamp
@@ -20,6 +21,7 @@ from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.transfer import Transport
 from asyncrl.weights.transports.broadcast import BroadcastTransport
 from asyncrl.weights.transports.disk import DiskTransport
+from asyncrl.weights.transports.process_group import PROOF, TransferGroup, broadcast, form_all
 from asyncrl.weights.transports.tensor import TensorTransport
 from tests.system.conftest import RealFleet
 from tests.weights.fakes import ThreadSource
@@ -166,3 +168,35 @@ async def test_a_transfer_that_stops_halfway_frees_the_engine_for_the_next_one(
     answer = await generate(serving_fleet)
     assert answer["output_ids"] == await greedy_of_transformers(serving_fleet.models[1])
     assert serving_fleet.controller.fleet().engines[0].state is EngineState.SERVING
+
+
+async def test_what_proves_a_transfer_group_changes_no_weight(serving_fleet: RealFleet) -> None:
+    """Over NCCL each group is proved by one element under a name that no model has."""
+    controller = serving_fleet.controller
+    lease = await controller.begin_weight_update(serving_fleet.next_version())
+    engine = lease.engines[0]
+    group = TransferGroup("gloo", "proof", 2, "127.0.0.1", timeout_s=30.0)
+
+    def send() -> None:
+        form_all([group], 30.0)
+        broadcast({engine.engine_id: group}, [torch.zeros(PROOF.shape)])
+
+    async with EngineApi.open(engine.engine_id, engine.url) as client, anyio.create_task_group() as tasks:
+        before = await client.check_weights("checksum")
+        tasks.start_soon(anyio.to_thread.run_sync, send)
+        await client.init_weights_group(
+            master_address="127.0.0.1",
+            master_port=group.port,
+            rank_offset=1,
+            world_size=2,
+            group_name="proof",
+            backend="gloo",
+            timeout_s=60.0,
+        )
+        await client.update_from_distributed(
+            [PROOF], group_name="proof", flattened=False, flush_cache=False, timeout_s=60.0
+        )
+        assert await client.check_weights("checksum") == before and group.failure is None
+        group.drop()
+        await client.destroy_weights_group("proof")
+    await controller.abort_weight_update(lease.lease_id, {}, untouched=True)

@@ -130,8 +130,9 @@ async def test_a_lone_group_that_blocks_ends_the_transfer_with_the_reason(
     assert not result.touched and source.exported == 0
 
 
-@pytest.mark.parametrize("nth", [1, 3])
-@pytest.mark.parametrize("how", ["dies", "refuses"])
+@pytest.mark.parametrize(
+    ("how", "nth"), [("dies", 1), ("dies", 3), ("refuses", 3), pytest.param("refuses", 1, marks=pytest.mark.long)]
+)
 async def test_an_engine_that_is_known_to_have_failed_is_not_waited_for(
     how: str, nth: int, blocks: Blocks, source: ThreadSource, start: Start
 ) -> None:
