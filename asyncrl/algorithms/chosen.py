@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from asyncrl.algorithms.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBas
 from asyncrl.algorithms.rloo import Rloo
 from asyncrl.algorithms.sft import Sft
 from asyncrl.config import Config
-from asyncrl.config.sections.training import TrainConfig
+from asyncrl.config.sections.algorithm import REFERENCE, TEACHER
 from asyncrl.data.batch import RolloutBatch
 from asyncrl.data.dotted_path import resolve_dotted_path
 from asyncrl.data.staleness import step_of
@@ -143,8 +144,13 @@ def make_algorithm(config: Config) -> ChosenAlgorithm:
     if name in POLICY_GRADIENTS:
         made: Algorithm = _policy_gradient(POLICY_GRADIENTS[name], config)
     else:
-        made = Sft() if name == "sft" else _own(name, config.train)
+        made = Sft() if name == "sft" else _own(name, config)
     chosen = ChosenAlgorithm(name, made)
+    for role in chosen.needs.roles:
+        if role not in (REFERENCE, TEACHER):
+            raise ConfigError(f"train.algorithm: {name} needs a role {role!r}; there are {REFERENCE} and {TEACHER}")
+        if role == TEACHER and config.algorithm.teacher is None:
+            raise ConfigError(f"algorithm.teacher: is not set, and {name} needs one; give the directory of a model")
     samples, needed = config.rollout.samples_per_prompt, chosen.needs.group_samples
     if samples < needed:
         raise ConfigError(f"rollout.samples_per_prompt: {samples} is too few for {name}; use at least {needed}")
@@ -152,6 +158,11 @@ def make_algorithm(config: Config) -> ChosenAlgorithm:
 
 
 def _policy_gradient(kind: type[PolicyGradient], config: Config) -> PolicyGradient:
+    return kind(**_shared_settings(config))
+
+
+def _shared_settings(config: Config) -> dict[str, Any]:
+    """What the section `algorithm` gives the constructor of a policy gradient."""
     given = config.algorithm
     correction = Correction(given.correction, given.correction_level, given.correction_upper, given.correction_lower)
     own: dict[str, Any] = {}
@@ -159,7 +170,9 @@ def _policy_gradient(kind: type[PolicyGradient], config: Config) -> PolicyGradie
         own["own_advantages"] = _own_advantages(given.advantage_function)
     if given.loss_function is not None:
         own["own_losses"] = _own_losses(given.loss_function)
-    return kind(**given.given(), max_new_tokens=config.rollout.max_new_tokens, correction=correction, **own)
+    if given.correction != "off":
+        own["correction"] = correction
+    return {**given.given(), **own, "max_new_tokens": config.rollout.max_new_tokens}
 
 
 def _own_advantages(path: str) -> Callable[[Tensor, RolloutBatch], Tensor]:
@@ -223,11 +236,22 @@ def token_staleness(batch: RolloutBatch) -> Tensor:
     return staleness
 
 
-def _own(name: str, train: TrainConfig) -> Algorithm:
-    make = resolve_dotted_path(name, setting="train.algorithm", error=ConfigError)
-    given = ", ".join(train.algorithm_args) or "no arguments"
+def _own(name: str, config: Config) -> Algorithm:
+    """A class of the user's. One that derives from a policy gradient gets the settings of [algorithm] too."""
+    make, arguments = (
+        resolve_dotted_path(name, setting="train.algorithm", error=ConfigError),
+        config.train.algorithm_args,
+    )
+    given = ", ".join(arguments) or "no arguments"
+    shared: dict[str, Any] = {}
+    if isinstance(make, type) and issubclass(make, PolicyGradient):
+        shared, known = _shared_settings(config), {field.name for field in fields(make)}
+        if unknown := shared.keys() - known - {"max_new_tokens"}:
+            raise ConfigError(f"algorithm.{min(unknown)}: {name} has no such setting")
+    elif unused := config.algorithm.model_fields_set - {"reference", "reference_interval", "teacher"}:
+        raise ConfigError(f"algorithm.{min(unused)}: is for policy gradients, and {name} derives from none of them")
     try:
-        made: Algorithm = make(**train.algorithm_args)
+        made: Algorithm = make(**{**shared, **arguments})
         needs = made.needs
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(

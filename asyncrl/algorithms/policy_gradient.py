@@ -7,7 +7,7 @@ its log-ratio to the policy that it is compared with (`surrogate`). The settings
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -28,9 +28,12 @@ from asyncrl.algorithms.kl import Estimator, kl_estimate
 from asyncrl.algorithms.off_policy import NO_CORRECTION, Correction
 from asyncrl.config.sections.algorithm import REFERENCE, TEACHER
 from asyncrl.data.batch import RolloutBatch
+from asyncrl.errors import AlgorithmError
 
 METRICS: Mapping[str, str] = {
-    "train/groups_without_signal": "Groups whose rewards are all equal: each of their advantages is 0.",
+    "train/groups_without_signal": (
+        "Groups whose rewards are all equal: each of their advantages is 0. Absent where groups are not compared."
+    ),
     "train/advantage_std": "Standard deviation of the advantages over the samples: 0 where no group has a signal.",
     "train/advantage_max": "Largest magnitude of an advantage.",
     "train/overlong_penalty": "Mean penalty of a sample for a response that is too long (algorithm.overlong_tokens).",
@@ -128,22 +131,30 @@ class PolicyGradient:
             penalties = self._kl_penalties(batch)
             rewards = rewards - penalties
             metrics["kl_penalty"] = float(penalties.mean()) if len(penalties) else 0.0
-        advantages, keep = (self.own_advantages or self.advantages)(rewards, batch), None
-        metrics["groups_without_signal"] = float(groups_without_signal(rewards, batch.group_index))
-        if advantages.numel():
-            metrics["advantage_std"] = float(advantages.std(correction=0))
-            metrics["advantage_max"] = float(advantages.abs().max())
-        of_tokens = advantages if len(advantages) == len(batch.tokens) else advantages[batch.token_samples]
-        cut_off = batch.truncated[batch.token_samples]
+        cut_off, keep = batch.truncated[batch.token_samples], None
         if self.truncated_weight == 0:
             keep = ~cut_off
+            batch = replace(batch, loss_mask=batch.loss_mask & keep)
             metrics["truncated_out"] = float(batch.truncated.sum())
-        elif self.truncated_weight != 1:
-            of_tokens = torch.where(cut_off, of_tokens * self.truncated_weight, of_tokens)
+        advantages = (self.own_advantages or self.advantages)(rewards, batch)
+        if tuple(advantages.shape) not in ((batch.num_samples,), (len(batch.tokens),)):
+            raise AlgorithmError(
+                f"train.algorithm: advantages of {type(self).__name__} are of shape {list(advantages.shape)}, not one "
+                f"for each of the {batch.num_samples} samples or of the {len(batch.tokens)} tokens"
+            )
+        by_token = len(advantages) == len(batch.tokens)
+        of_tokens = advantages if by_token else advantages[batch.token_samples]
+        if self.group_samples > 1 and self.own_advantages is None:
+            metrics["groups_without_signal"] = float(groups_without_signal(rewards, batch.group_index))
+        if (counted := advantages[batch.loss_mask] if by_token else advantages).numel():
+            metrics["advantage_std"] = float(counted.std(correction=0))
+            metrics["advantage_max"] = float(counted.abs().max())
         if self.teacher_weight:
             gain = torch.where(batch.loss_mask, batch.columns[role_logprobs(TEACHER)] - batch.logprobs, 0.0)
             of_tokens = of_tokens + self.teacher_weight * gain
             metrics["kl_teacher"] = -float(gain.sum()) / max(int(batch.loss_mask.sum()), 1)
+        if self.truncated_weight not in (0, 1):
+            of_tokens = torch.where(cut_off, of_tokens * self.truncated_weight, of_tokens)
         return Columns({"advantages": of_tokens}, metrics, keep)
 
     def loss(self, tokens: TokenInputs) -> TokenLoss:
@@ -166,8 +177,9 @@ class PolicyGradient:
         if self.kl == "loss":
             reference = torch.where(mask, tokens.role_logprobs(REFERENCE), 0.0)
             logprobs = torch.where(mask, tokens.logprobs, 0.0)
+            since_sampled = torch.where(mask, tokens.logprobs - tokens.engine_logprobs, 0.0)
             loss = loss + self.kl_coefficient * tokens.total(
-                kl_estimate(logprobs, reference, self.kl_estimator, log_ratio)
+                kl_estimate(logprobs, reference, self.kl_estimator, since_sampled)
             )
         with torch.no_grad():
             if self.kl != "off":
@@ -190,9 +202,12 @@ class PolicyGradient:
         return self.kl_coefficient * sums
 
     def _overlong(self, batch: RolloutBatch) -> Tensor:
-        """float32 [samples]: 0 up to `max_new_tokens - overlong_tokens` sampled tokens, then rising linearly."""
-        lengths = torch.zeros(batch.num_samples).index_add_(0, batch.sample_index, batch.sampled_lengths.float())
-        over = lengths - (self.max_new_tokens - self.overlong_tokens)
+        """float32 [samples]: 0 up to `max_new_tokens - overlong_tokens` tokens in the longest response, then rising
+        linearly."""
+        begins = batch.sampled & ~batch.sampled.roll(1)  # of a response: what comes first in a sequence is not sampled
+        lengths = torch.bincount(begins.cumsum(0)[batch.sampled])[1:].float()
+        longest = torch.zeros(batch.num_samples).scatter_reduce_(0, batch.token_samples[begins], lengths, "amax")
+        over = longest - (self.max_new_tokens - self.overlong_tokens)
         return self.overlong_penalty * (over / self.overlong_tokens).clamp(0.0, 1.0)
 
 

@@ -55,6 +55,11 @@ def _check_megatron(config: Config) -> None:
                 f"algorithm.{role}: {path} has a vocabulary of {architecture.vocab_size} ids, and the policy one of "
                 f"{policy.vocab_size}; log-probs of the same tokens need the same vocabulary"
             )
+        if role == "reference" and config.algorithm.reference_interval is not None and architecture != policy:
+            raise ModelError(
+                f"algorithm.reference: {path} has another architecture than the policy, whose weights it is to take "
+                "over every algorithm.reference_interval steps"
+            )
 
 
 def _make_megatron(config: Config, layout: RankLayout, role: Role) -> Backend:

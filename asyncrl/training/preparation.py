@@ -2,7 +2,7 @@
 
 Invariants
 - Nothing here has trained anything: a batch whose preparation failed or was cancelled may be prepared again.
-- A correction that was switched on stays on, also after a resume.
+- A correction that was switched on stays on, also after a resume under the same setting.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class Preparation:
 
     async def prepare(self, rollout_id: int, batch: RolloutBatch) -> tuple[RolloutBatch, Mapping[str, float]]:
         """The batch with all columns, and the figures of the algorithm. Raises AlgorithmError."""
+        # As the loss computes them: text that no policy of this job sampled is judged at temperature 1.
+        judged = batch if self._algorithm.needs.engine_logprobs else replace(batch, temperature=1.0)
         for role in self.roles:
             if role.name == REFERENCE and self._is_due(rollout_id):
                 await self._refresh(REFERENCE)
-            batch = _with_column(batch, role_logprobs(role.name), await self._logprobs(batch, role.name))
+            batch = _with_column(batch, role_logprobs(role.name), await self._logprobs(judged, role.name))
         if self._corrects:
-            batch = _with_column(batch, OLD_LOGPROBS, await self._logprobs(batch, ACTOR))
+            batch = _with_column(batch, OLD_LOGPROBS, await self._logprobs(judged, ACTOR))
         made = await self._columns(batch)
         mask = batch.loss_mask if made.keep is None else batch.loss_mask & made.keep
         return replace(batch, columns={**batch.columns, **made.tokens}, loss_mask=mask), made.metrics
@@ -81,7 +83,7 @@ class Preparation:
 
     def restore(self, files: Mapping[str, bytes]) -> None:
         """Goes on from what `save` gave."""
-        if _FILE in files:
+        if self._automatic and _FILE in files:
             self._corrects = msgspec.json.decode(files[_FILE], type=dict[str, bool])["on"]
 
     def _is_due(self, rollout_id: int) -> bool:

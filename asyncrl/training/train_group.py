@@ -36,7 +36,7 @@ from asyncrl.training.last_policy import keep_leftovers, leave_policy
 from asyncrl.training.learner.backend import BackendFactory
 from asyncrl.training.preparation import Preparation
 from asyncrl.training.ranks import commands
-from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState
+from asyncrl.training.ranks.commands import Command, ExportOutcome, RankState, Result
 from asyncrl.training.ranks.failures import tried
 from asyncrl.training.ranks.layout import RankEnvironment
 from asyncrl.training.ranks.ranks import SHUTDOWN_TIMEOUT_S, Ranks
@@ -169,7 +169,6 @@ class TrainGroup:
             self._bound.check(batch)
         batch, figures = await self._preparation.prepare(rollout_id, batch)
         metrics = await self._train(rollout_id, commands.Train(ACTOR), batch)
-        self._preparation.trained(rollout_id, metrics)
         return metrics | {f"train/{name}": value for name, value in figures.items()}
 
     async def train_sft(self, rollout_id: int | None, batch: RolloutBatch, lr: float) -> dict[str, float]:
@@ -345,9 +344,11 @@ class TrainGroup:
         what = "a supervised step" if rollout_id is None else f"training on rollout {rollout_id}"
         started = time.monotonic()
 
-        def executed() -> None:
+        def executed(metrics: Result) -> None:
             self._count()  # an earlier one, whose caller was cancelled
-            self._executed = None if rollout_id is None else (rollout_id, started)
+            if rollout_id is not None:
+                self._executed = rollout_id, started
+                self._preparation.trained(rollout_id, cast(dict[str, float], metrics))
 
         self._begun = self._begun or rollout_id is not None
         metrics = await self._ranks.run(command, what, batch=batch, on_executed=executed)

@@ -106,3 +106,24 @@ endless = answers(lambda rewards, batch: rewards / 0)
 nothing = answers(None)
 failing = answers(ValueError("boom"))
 without_gradient = answers(lambda tokens: tokens.engine_logprobs)
+
+
+class Alone:
+    """Derives from nothing of the project."""
+
+    def __init__(self, roles: tuple[str, ...] = ()) -> None:
+        self.needs = Needs(roles=tuple(roles))
+
+    def columns(self, batch: RolloutBatch) -> Columns:
+        return Columns()
+
+    def loss(self, tokens: TokenInputs) -> TokenLoss:
+        return TokenLoss(tokens.total(-tokens.logprobs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BySequence(Grpo):
+    """One number for each sequence, which is neither of samples nor of tokens."""
+
+    def advantages(self, rewards: Tensor, batch: RolloutBatch) -> Tensor:
+        return torch.ones(batch.num_sequences)

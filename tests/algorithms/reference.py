@@ -35,7 +35,7 @@ class Case:
     rewards: Sequence[float]
     groups: Sequence[int]
     sampled: Sequence[int]
-    """Sampled tokens of each sample, trained or not."""
+    """Tokens of the longest response of each sample, trained or not."""
     truncated: Sequence[bool]
     limit: int
     """Most tokens of a response."""
@@ -55,8 +55,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def advantages(name: str, case: Case, rewards: Sequence[float]) -> list[float]:
-    """Of each sample."""
+def advantages(name: str, case: Case, rewards: Sequence[float], *, drops: bool) -> list[float]:
+    """Of each sample; `drops`: responses that were cut off are not trained."""
     members = {g: [r for r, h in zip(rewards, case.groups, strict=True) if h == g] for g in set(case.groups)}
     centred = [r - statistics.fmean(members[g]) for r, g in zip(rewards, case.groups, strict=True)]
     if name in ("grpo", "dapo", "gspo", "gspo_token", "cispo"):
@@ -75,7 +75,12 @@ def advantages(name: str, case: Case, rewards: Sequence[float]) -> list[float]:
     if name == "distill":
         return [0.0] * len(rewards)
     values = centred if name == "reinforce_pp_baseline" else list(rewards)
-    per_token = [values[response.sample] for response in case.responses for _ in response.places]
+    per_token = [
+        values[response.sample]
+        for response in case.responses
+        if not (drops and case.truncated[response.sample])
+        for _ in response.places
+    ]
     if len(set(values)) == 1 or not per_token:
         return [0.0] * len(values)
     mean = statistics.fmean(per_token)
@@ -145,8 +150,7 @@ def loss(
                 rewards[response.sample] -= beta * float(divergence(estimator, engine[at], frozen[at], engine[at]))
     kept = settings.get("truncated", 1.0)
     of_sample = [
-        a * (kept if cut and kept != 0 else 1.0)
-        for a, cut in zip(advantages(name, case, rewards), case.truncated, strict=True)
+        *advantages(name, case, rewards, drops=kept == 0),
     ]
     compared = old if settings.get("correction", "off") != "off" or settings.get("old") == "trainer" else engine
     by_response: list[list[Tensor]] = []
@@ -158,6 +162,7 @@ def loss(
         for at in response.places:
             a, ratio = of_sample[response.sample], ratio_of(name, at, response, logprobs, compared)
             a += settings.get("teacher_weight", 0.0) * float(frozen[at] - engine[at])
+            a *= kept if case.truncated[response.sample] and kept != 0 else 1.0
             if name == "cispo":
                 token = -min(float(ratio.detach()), settings["ratio_max"]) * a * logprobs[at]
             else:
@@ -167,7 +172,7 @@ def loss(
                     token = torch.minimum(token, torch.tensor(settings["dual_clip"] * abs(a), dtype=torch.float64))
             token = token * weight_of(settings, at, response, compared, engine)
             if settings.get("kl") == "loss":
-                token = token + beta * divergence(estimator, logprobs[at], frozen[at], compared[at])
+                token = token + beta * divergence(estimator, logprobs[at], frozen[at], engine[at])
             losses.append(token - settings.get("entropy_bonus", 0.0) * entropies[at])
         by_response.append(losses)
         groups.append(response.group)

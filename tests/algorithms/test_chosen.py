@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss
 from asyncrl.algorithms.chosen import POLICY_GRADIENTS, ChosenAlgorithm, make_algorithm, token_staleness
 from asyncrl.algorithms.grpo import Grpo
@@ -20,12 +21,14 @@ from asyncrl.data.sample import VersionSpan
 from asyncrl.errors import AlgorithmError, ConfigError
 from tests.training.batches import make_batch
 
+OWN = "tests.algorithms.own:"
+ROLLOUT = {"rollout": {"samples_per_prompt": 4, "max_new_tokens": 9}}
 BATCH = make_batch([(2, 2), (3, 1)], groups=[0, 0], rewards=[1.0, 0.0])
 
 
 def config(algorithm: str, samples: int = 4, **args: Any) -> Config:
     train = {"algorithm": algorithm, "algorithm_args": args}
-    given = {"clip_low": 0.1, "normalize_advantages": False} if algorithm == "grpo" else {}
+    given = {"clip_low": 0.1, "normalize_advantages": False} if algorithm == "grpo" else {"teacher": "models/teacher"}
     return Config.model_validate(
         {"train": train, "algorithm": given, "rollout": {"samples_per_prompt": samples, "max_new_tokens": 9}}
     )
@@ -162,3 +165,32 @@ def test_staleness_is_told_of_every_sampled_token_whose_version_tells_it() -> No
     assert told[2:4].tolist() == [4.0, 2.0] and told[[0, 1, 4, 5, 6, 7]].isnan().all()
     asked = ChosenAlgorithm("mine", Wrong(lambda batch: Columns(), Needs(staleness=True))).columns(batch)
     assert asked.tokens["staleness"][2:4].tolist() == [4.0, 2.0]
+
+
+def test_an_own_policy_gradient_takes_the_settings_of_the_section_and_another_class_refuses_them() -> None:
+    def made(name: str, section: dict[str, Any], **args: Any) -> Any:
+        train = {"algorithm": name, "algorithm_args": args}
+        return make_algorithm(Config.model_validate({"train": train, "algorithm": section, **ROLLOUT}))._algorithm
+
+    own = made(f"{OWN}LeaveOneOut", {"correction": "mask", "clip_low": 0.1, "aggregation": "fixed"}, clip_high=0.4)
+    assert (own.clip_low, own.clip_high, own.correction.kind) == (0.1, 0.4, "mask")
+    assert own.needs.aggregation == Aggregation("fixed", 9)
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.ratio_max: tests\.algorithms\.own:LeaveOneOut has no such setting"
+    ):
+        made(f"{OWN}LeaveOneOut", {"ratio_max": 3})
+    with pytest.raises(ConfigError, match=r"algorithm\.kl: is for policy gradients, and .*Alone derives from none of"):
+        made(f"{OWN}Alone", {"kl": "loss"})
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (("critic",), "needs a role 'critic'; there are reference and teacher"),
+        (("teacher",), r"algorithm\.teacher: is not set, and tests\.algorithms\.own:Alone needs one"),
+    ],
+)
+def test_a_role_that_nobody_can_play_is_refused(roles: tuple[str, ...], message: str) -> None:
+    train = {"algorithm": f"{OWN}Alone", "algorithm_args": {"roles": roles}}
+    with pytest.raises(ConfigError, match=message):
+        make_algorithm(Config.model_validate({"train": train, **ROLLOUT}))

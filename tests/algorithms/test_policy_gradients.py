@@ -79,7 +79,9 @@ def draw(seed: int, spread: float = 0.3) -> tuple[RolloutBatch, Policy]:
 def made(name: str, **section: Any) -> ChosenAlgorithm:
     rollout = {"max_new_tokens": LIMIT, "samples_per_prompt": 4}
     return make_algorithm(
-        Config.model_validate({"train": {"algorithm": name}, "algorithm": section, "rollout": rollout})
+        Config.model_validate(
+            {"train": {"algorithm": name}, "algorithm": {"teacher": "models/teacher", **section}, "rollout": rollout}
+        )
     )
 
 
@@ -123,12 +125,14 @@ def expected(name: str, batch: RolloutBatch, policy: Policy, **options: Any) -> 
     for start, length, sample in zip(starts, batch.sequence_lengths.tolist(), batch.sample_index.tolist(), strict=True):
         places = tuple(p for p in range(start, start + length) if batch.loss_mask[p])
         responses.append(reference.Response(sample, int(batch.group_index[sample]), places))
-    sampled = torch.zeros(batch.num_samples, dtype=torch.int64).index_add_(0, batch.sample_index, batch.sampled_lengths)
+    sampled = [0] * batch.num_samples
+    for sample, length in zip(batch.sample_index.tolist(), batch.sampled_lengths.tolist(), strict=True):
+        sampled[sample] = max(sampled[sample], length)  # each sequence has one turn
     case = reference.Case(
         responses,
         batch.rewards.tolist(),
         batch.group_index.tolist(),
-        sampled.tolist(),
+        sampled,
         batch.truncated.tolist(),
         LIMIT,
     )
@@ -313,3 +317,22 @@ def test_a_function_of_your_own_that_cannot_be_trained_with_is_one_error(
         step(made("grpo", **{setting: f"tests.algorithms.own:{function}"}), batch, policy)
     assert str(refused.value).startswith(f"algorithm.{setting}: tests.algorithms.own:{function} ")
     assert message in str(refused.value)
+
+
+def test_a_long_conversation_of_short_responses_is_not_overlong() -> None:
+    batch = make_batch([(1, 9), (1, 5)], groups=[0, 0], rewards=[1.0, 0.0])
+    turns = torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool)
+    batch = replace(batch, sampled=turns, loss_mask=turns)
+    columns = made("dr_grpo", overlong_tokens=2).columns(batch)
+    assert columns.metrics["overlong_penalty"] == 0.5  # 5 tokens of 6 in the longest of both: half of the penalty
+    assert "groups_without_signal" in columns.metrics
+    assert "groups_without_signal" not in made("reinforce_pp").columns(batch).metrics
+
+
+def test_advantages_of_a_wrong_shape_are_one_error() -> None:
+    batch = replace(make_batch([(1, 2), (1, 3), (1, 1)], groups=[0] * 3), sample_index=torch.tensor([0, 0, 1]))
+    batch = replace(batch, sample_ids=("a", "b"), group_index=torch.tensor([0, 0]), rewards=torch.tensor([1.0, 0.0]))
+    batch = replace(batch, truncated=torch.zeros(2, dtype=torch.bool))
+    config = {"train": {"algorithm": "tests.algorithms.own:BySequence"}, "rollout": {"samples_per_prompt": 2}}
+    with pytest.raises(AlgorithmError, match=r"advantages of BySequence are of shape \[3\], not one for each of the 2"):
+        make_algorithm(Config.model_validate(config)).columns(batch)

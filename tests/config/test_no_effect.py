@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks.no_effect import unused_staleness
+from asyncrl.config import Config
+from asyncrl.config.checks.no_effect import settings_without_effect, unused_staleness
 from tests.config.conftest import Load
 
 
@@ -49,3 +50,32 @@ def test_a_bound_on_staleness_above_that_of_a_loop_that_generates_nothing_ahead_
     assert told is not None and told.startswith("rollout.max_staleness = 3 has no effect in this loop")
     assert unused_staleness(load("--rollout.max_staleness", "1", "--train.minibatches", "2").config) is None
     assert unused_staleness(load().config) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "algorithm", "told"),
+    [
+        ({"kl_coefficient": 0.1}, "grpo", ["algorithm.kl_coefficient has no effect: algorithm.kl is not set"]),
+        ({"kl_coefficient": 0.1, "kl": "loss"}, "grpo", []),
+        (
+            {"correction_upper": 3.0},
+            "grpo",
+            ["algorithm.correction_upper has no effect: algorithm.correction is not set"],
+        ),
+        (
+            {"overlong_penalty": 0.5},
+            "grpo",
+            ["algorithm.overlong_penalty has no effect: algorithm.overlong_tokens is not"],
+        ),
+        ({"teacher": "models/t"}, "grpo", ["algorithm.teacher has no effect: algorithm.teacher_weight is not set"]),
+        ({"teacher": "models/t", "kl": "reward"}, "distill", ["algorithm.kl has no effect: distill reads no rewards"]),
+        ({"teacher": "models/t"}, "distill", []),
+        ({"reference": "models/r"}, "my:Own", []),
+    ],
+)
+def test_a_setting_of_the_algorithm_that_nothing_switches_on_is_told(
+    section: dict[str, object], algorithm: str, told: list[str]
+) -> None:
+    config = Config.model_validate({"algorithm": section, "train": {"algorithm": algorithm}})
+    found = [text for text in settings_without_effect(config) if text.startswith("algorithm.")]
+    assert len(found) == len(told) and all(a.startswith(b) for a, b in zip(found, told, strict=True))

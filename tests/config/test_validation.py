@@ -149,9 +149,9 @@ README = Path(__file__).parents[2] / "README.md"
             "sft has no such setting; it h",
         ),
         (
-            ["--train.algorithm", "tests.algorithms.own:LeaveOneOut", "--algorithm.clip-low", "0.1"],
-            "algorithm.clip_low",
-            "is for the project's algorithms; set one of your own in [train.algorithm_args]",
+            ["--train.algorithm", "distill", "--algorithm.teacher-weight", "0"],
+            "algorithm.teacher_weight",
+            "0 leaves distill nothing to learn from",
         ),
         (
             ["--algorithm.correction", "mask", "--algorithm.correction-lower", "3"],

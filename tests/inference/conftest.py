@@ -145,7 +145,8 @@ async def fleet_of(
     `restarts`: how often a process that ended is started again. `colocated`: on the trainer's GPUs.
     """
     (directory / "model.safetensors").touch()  # a model of no size: deadlines are at their least
-    (directory / "config.json").write_text('{"head_dim": 128}')
+    if not (directory / "config.json").exists():
+        (directory / "config.json").write_text('{"head_dim": 128}')
     device: Literal["cpu", "cuda"] = "cuda" if colocated else "cpu"
     placed = layout or (colocated_layout(engines) if colocated else cpu_layout(engines))
     sizes = [placement.tensor_parallel for placement in placed.engines] + [1] * engines

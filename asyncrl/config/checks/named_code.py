@@ -77,7 +77,6 @@ _OF_ALL = frozenset(
         ),
     }
 )
-_ROLES = frozenset({"reference", "reference_interval", "teacher"})
 _CLIPPED = _OF_ALL | {"clip_low", "clip_high", "dual_clip"}
 _OF_GROUPS = BuiltinAlgorithm(2, _CLIPPED | {"normalize_advantages"})
 
@@ -127,14 +126,8 @@ def filter_problems(filters: Sequence[str]) -> Iterator[Problem]:
 def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[Problem]:
     """What is wrong with the name of the algorithm, with its arguments, and with the settings that it is given."""
     name = train.algorithm
-    # What a dry run has printed names every setting, so only another value than the default is one that was given.
-    changed = {key for key, field in type(given).model_fields.items() if getattr(given, key) != field.default}
     if ":" in name:
         yield from function_problems("train.algorithm", name)
-        for key in sorted(changed - _ROLES):
-            yield Problem(
-                f"algorithm.{key}", "is for the project's algorithms; set one of your own in [train.algorithm_args]"
-            )
     elif name not in BUILTIN_ALGORITHMS:
         known = f"; known are {', '.join(BUILTIN_ALGORITHMS)}, and any package.module:Name"
         hint = did_you_mean(nearest(name, BUILTIN_ALGORITHMS)) or known
@@ -145,7 +138,7 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
             yield Problem("train.algorithm_args", f"are for an algorithm of your own; {where}")
         has = BUILTIN_ALGORITHMS[name].settings
         told = ", ".join(sorted(has)) or "none"
-        for key in sorted(changed - has):
+        for key in sorted(given.changed() - has):
             yield Problem(f"algorithm.{key}", f"{name} has no such setting; it has {told}")
     for key in ("advantage_function", "loss_function"):
         if (function := getattr(given, key)) is not None:
@@ -156,6 +149,8 @@ def algorithm_problems(train: TrainConfig, given: AlgorithmConfig) -> Iterator[P
             yield Problem(f"algorithm.{key}", f"{path} is no Hugging Face model directory (looked in {Path.cwd()})")
     if given.teacher is None and ":" not in name and (given.teacher_weight or name == "distill"):
         yield Problem("algorithm.teacher", "is not set; give the directory of the model to learn from")
+    if name == "distill" and given.teacher_weight == 0:
+        yield Problem("algorithm.teacher_weight", "0 leaves distill nothing to learn from; leave it out")
     if given.correction_lower > given.correction_upper:
         yield Problem(
             "algorithm.correction_lower",

@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.config.checks.named_code import is_generated
 from asyncrl.config.checks.staleness import least_staleness
 from asyncrl.config.root import Config
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.data import DataConfig
 
 
@@ -22,6 +23,8 @@ def settings_without_effect(config: Config) -> Iterator[str]:
         yield from _of_source("eval.data", config.eval.data)
     if config.warmup.steps and config.warmup.args and not is_generated(config.warmup.source):
         yield _args_of_file("warmup", config.warmup.source)
+    if ":" not in config.train.algorithm:
+        yield from _of_algorithm(config.train.algorithm, config.algorithm)
 
 
 def unused_staleness(config: Config) -> str | None:
@@ -33,6 +36,25 @@ def unused_staleness(config: Config) -> str | None:
         f"rollout.max_staleness = {asked} has no effect in this loop, which generates nothing ahead: samples are at "
         f"most {least} steps stale; entrypoints/train_async.py uses it"
     )
+
+
+def _of_algorithm(name: str, given: AlgorithmConfig) -> Iterator[str]:
+    changed = given.changed()
+    needed = {
+        "kl": ("kl_coefficient", "kl_estimator", "reference", "reference_interval")
+        if given.kl in (None, "off")
+        else (),
+        "correction": ("correction_level", "correction_upper", "correction_lower") if given.correction == "off" else (),
+        "overlong_tokens": () if given.overlong_tokens else ("overlong_penalty",),
+        "teacher_weight": () if given.teacher_weight or name == "distill" else ("teacher",),
+    }
+    for switch, settings in needed.items():
+        for key in sorted(changed.intersection(settings)):
+            yield f"algorithm.{key} has no effect: algorithm.{switch} is not set"
+    if name == "distill":
+        for key in ("overlong_tokens", "overlong_penalty") + (("kl",) if given.kl == "reward" else ()):
+            if key in changed:
+                yield f"algorithm.{key} has no effect: distill reads no rewards"
 
 
 def _of_source(key: str, data: DataConfig) -> Iterator[str]:

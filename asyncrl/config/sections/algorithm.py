@@ -96,6 +96,12 @@ class AlgorithmConfig(Section):
     """Your own function in the place of the algorithm's loss: of the tokens of a micro-batch (`TokenInputs`); it gives
     a tensor of one number with gradient for each."""
 
+    def changed(self) -> frozenset[str]:
+        """Names of the settings that are not at their default. What a dry run has printed names every setting."""
+        return frozenset(
+            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
+        )
+
     def given(self) -> dict[str, Any]:
         """The settings of the loss that are given, by name; those of the correction not among them."""
         elsewhere = ("reference", "reference_interval", "teacher", "advantage_function", "loss_function")

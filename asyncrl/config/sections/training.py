@@ -25,8 +25,8 @@ class TrainConfig(Section):
     """What computes the model and its gradients."""
 
     algorithm: str = "grpo"
-    """grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, gspo_token, cispo (docs/algorithms.md);
-    sft: cross entropy on the responses; or a class of your own, `package.module:Name`
+    """grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, gspo_token, cispo, distill
+    (docs/algorithms.md); sft: cross entropy on the responses; or a class of your own, `package.module:Name`
     (asyncrl/algorithms/algorithm.py says how to write one)."""
 
     algorithm_args: dict[str, Any] = Field(default_factory=dict)

@@ -113,7 +113,8 @@ class Learner:
         )
         compared: dict[str, float] = {}
         if self._algorithm.needs.old_logprobs and OLD_LOGPROBS not in batch.columns:
-            batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: self.logprobs(batch)})
+            judged = replace(batch, temperature=StepLoss(batch, self._algorithm, None).temperature)
+            batch = replace(batch, columns={**batch.columns, OLD_LOGPROBS: self.logprobs(judged)})
         if (old := batch.columns.get(OLD_LOGPROBS)) is not None and self._algorithm.needs.engine_logprobs:
             trained = batch.loss_mask
             compared = mismatch((old - batch.logprobs)[trained], token_staleness(batch)[trained])

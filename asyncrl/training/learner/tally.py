@@ -50,10 +50,10 @@ class Figures:
 
     @classmethod
     def of(cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> Figures:
-        """Takes scalar tensors of one device, at least one sum; their graphs are let go."""
+        """Takes scalar tensors, wherever they lie; their graphs are let go."""
         names, maximum_names = sorted(sums), sorted(maxima)  # the order in which a user's algorithm names them is free
         values = [*(sums[name] for name in names), *(maxima[name] for name in maximum_names)]
-        scalars = torch.stack([value.detach().double() for value in values])
+        scalars = torch.stack([value.detach().to(sums["loss"].device, torch.float64) for value in values])
         return cls(tuple(names), tuple(maximum_names), scalars[: len(names)], scalars[len(names) :])
 
 

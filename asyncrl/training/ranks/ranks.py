@@ -124,7 +124,7 @@ class Ranks:
         batch: RolloutBatch | None = None,
         sink: Sink | None = None,
         idle_s: Callable[[], float] = lambda: math.inf,
-        on_executed: Callable[[], None] | None = None,
+        on_executed: Callable[[Result], None] | None = None,
     ) -> Result:
         """Has every rank execute `command`; returns rank 0's result.
 
@@ -134,7 +134,8 @@ class Ranks:
             batch: travels to every rank with the command.
             sink: takes exported tensors on rank 0.
             idle_s: seconds since the command last went on, for one that may take long as long as it does go on.
-            on_executed: called once rank 0 has executed the command, also when the caller was cancelled meanwhile.
+            on_executed: called with its result once rank 0 has executed the command, also when the caller was cancelled
+                meanwhile.
 
         Raises:
             TrainerError: a rank failed, died or hangs, now or earlier; or another AsyncRLError that a rank raised.
@@ -277,9 +278,9 @@ class Ranks:
 
     # the other ranks
 
-    def _job_done(self, job: ThreadCall[Any], on_executed: Callable[[], None] | None = None) -> None:
+    def _job_done(self, job: ThreadCall[Any], on_executed: Callable[[Result], None] | None = None) -> None:
         if job.exception is None and on_executed is not None:
-            on_executed()
+            on_executed(job.result())
         if job.abandoned and job.exception is not None:
             failure = describe(0, job.exception)
             self._break(failure, job.what, error_of(failure, job.what))

@@ -153,7 +153,8 @@ def play(
 
 
 def step_loss(batch: RolloutBatch, name: str) -> StepLoss:
-    algorithm = make_algorithm(Config.model_validate({"train": {"algorithm": name}}))
+    given = {"train": {"algorithm": name}, "algorithm": {"teacher": "models/teacher"} if name == "distill" else {}}
+    algorithm = make_algorithm(Config.model_validate(given))
     made = (OLD_LOGPROBS, *map(role_logprobs, algorithm.needs.roles))
     batch = replace(batch, columns=dict.fromkeys(made, batch.logprobs))
     batch = replace(batch, columns={**batch.columns, **algorithm.columns(batch).tokens})
