@@ -124,7 +124,7 @@ class Estimator:
         placed, trained = self.engines, self.trainer is not None
         return JobMemory(
             devices=tuple(self._needs(tokens, placed)),
-            host={purpose: size for purpose, size in self._host() if size},
+            host=self._host(),
             host_bytes=self.host_bytes,
             tokens=tokens if trained else None,
             longest=self.largest_budget(),
@@ -159,20 +159,25 @@ class Estimator:
         if self.config.engine.colocate_memory_peak_device == "gpu":
             yield Need("start of the trainer", added(trainer.static, weights), self.usable)
 
-    def _host(self) -> Iterator[tuple[str, int]]:
-        """Host memory on the node of rank 0."""
-        trainer, layout, config = self.trainer, self.layout, self.config
+    def _host(self) -> Mapping[str, int]:
+        """Host memory on the node of rank 0, when it is most: once everything has run, or at the start."""
+        trainer, trainers = self.trainer, self.layout.trainers
         if trainer is None:
-            return
-        ranks = sum(rank.node == layout.trainers[0].node for rank in layout.trainers)
+            return {}
+        ranks = sum(rank.node == trainers[0].node for rank in trainers)
+        later = {purpose: size for purpose, size in self._host_later(trainer, ranks) if size}
+        start = {"Adam's weights at the start": ranks * trainer.host_at_start}
+        return max(later, start, key=lambda purposes: sum(purposes.values()))
+
+    def _host_later(self, trainer: TrainerMemory, ranks: int) -> Iterator[tuple[str, int]]:
+        layout, config = self.layout, self.config
         if config.weights.keep_published != "never" and not config.debug.train_only:
             yield "copy of the published weights", RankShape(self.model).parameters * BYTES[layout.dtype]
         if config.checkpoint.every:
             share = -(-(3 * trainer.gradients + trainer.frozen) // layout.data_parallel)  # float32: weights and moments
             yield "copy of a checkpoint", ranks * share + RankShape(self.model).parameters * BYTES[layout.dtype]
         if trainer.on_host:
-            gradients = -(-trainer.gradients // layout.data_parallel)
-            yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)
+            yield "Adam's state and its gradients", ranks * trainer.host
         if layout.colocated:
             state = 0 if trainer.on_host else trainer.optimizer
             yield (

@@ -6,6 +6,7 @@ the device.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from itertools import chain
@@ -73,7 +74,9 @@ class Optimizer:
             self._settings(config.params_dtype), [self.module], use_gloo_process_groups=False
         )
         if self._on_host:
-            torch.accelerator.empty_host_cache()  # pinned copies of the whole model, of which it has kept its part
+            # It was built twice, first over the whole model, as a cycle of references that holds float32 weights.
+            gc.collect()
+            torch.accelerator.empty_host_cache()
         elif has_memory_of_its_own(self._device):
             for adam in self._adams():
                 fuse(adam)
