@@ -199,6 +199,16 @@ def test_shared_gpus_have_a_need_for_each_turn() -> None:
     assert "KV" not in training and "gradients" not in serving
 
 
+def test_a_trainer_counts_on_less_of_a_gpu_that_it_shares_and_an_offloaded_engine_keeps_some() -> None:
+    train = {"train": {"tensor_parallel": 4}}
+    alone, shared = (estimator(train | {"engine": {"colocate": share}}, gpus(8, 4)) for share in (False, True))
+    assert (alone.memory(64).devices[0].capacity, shared.memory(64).devices[0].capacity) == (76 * GB, 70.4 * GB)
+    one, other = (job.memory(64).devices[0].parts["runtime"] for job in (alone, shared))
+    assert other - one == 2.5 * 2**30
+    for job, share in ((alone, "95%"), (shared, "88%")):
+        assert f"trainer ranks can use {share} of theirs" in memory_lines(job.memory(64))[0]
+
+
 @pytest.mark.parametrize(
     ("capacity", "asked", "fraction"), [(80 * GB, None, None), (80 * GB, 1000, None), (24 * GB, None, 0.9)]
 )
