@@ -175,6 +175,8 @@ def test_the_host_waits_for_the_gpu_three_times_a_step_whatever_the_layers_and_m
     dtype: torch.dtype, attention: Attention, algorithms: tuple[str, ...]
 ) -> None:
     [(reads, of_logprobs, waiting)] = run_ranks(play, dtype, attention, algorithms)
-    assert reads == {name: [finalize_model_grads.__name__, tally.__name__, Optimizer.grad_norm.__name__] for name in algorithms}
+    assert reads == {
+        name: [finalize_model_grads.__name__, tally.__name__, Optimizer.grad_norm.__name__] for name in algorithms
+    }
     assert of_logprobs == [step.forward_logprobs.__name__]
     assert waiting == [], "each copy to the GPU is from page-locked memory and queues"
