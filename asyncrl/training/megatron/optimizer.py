@@ -99,7 +99,8 @@ class Optimizer:
         gradients = [gradient for part in self._parts() for gradient in part.get_main_grads_for_grad_norm()]
         square = get_total_norm(gradients).to(self._device) ** 2  # a rank may have none, and torch's 0 is on the CPU
         dist.all_reduce(square, group=self._optimizer.get_grad_stats_parallel_group())
-        return float(square) ** 0.5
+        norm: float = float(square) ** 0.5
+        return norm
 
     def step(self, lr: float, grad_norm: float) -> None:
         """Clips to `train.grad_clip` and updates the weights. `grad_norm` must have returned a finite norm before."""
