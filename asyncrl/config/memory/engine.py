@@ -23,6 +23,9 @@ COLOCATED_MEMORY_FRACTION = 0.6
 """Share of the GPU's memory that a colocated engine takes for weights and KV; the trainer's step needs the rest."""
 RUNTIME_BYTES = 1 << 30
 """Assumed, of an engine's rank on a GPU: CUDA context, kernels and communicators."""
+OFFLOADED_BYTES = 5 << 29
+"""Assumed, of such a rank that has given its memory back: also FlashInfer's workspace (512 MiB), buffers of the sampler
+and of NCCL, and what torch's allocator keeps of them."""
 _LEAST_ACTIVATIONS = 512 << 20
 """Of an engine whose memory others share: the constant part of what SGLang sets aside."""
 CPU_MAX_TOTAL_TOKENS = 65536
@@ -51,6 +54,11 @@ class EngineMemory:
     def static(self) -> Parts:
         """What stays while it serves, without the KV pool: that takes what is left."""
         return {name: size for name, size in self.parts.items() if name != "KV"}
+
+    @property
+    def offloaded(self) -> Parts:
+        """What stays once it has given weights, KV and graphs back."""
+        return {"runtime": OFFLOADED_BYTES} if "runtime" in self.parts else {}
 
 
 def engine_memory(

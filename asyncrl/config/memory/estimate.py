@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.architecture import Architecture
 from asyncrl.config.checks.served import served_beside
 from asyncrl.config.layout import EnginePlacement, ProcessLayout
-from asyncrl.config.memory.engine import RUNTIME_BYTES, EngineMemory, engine_memory
+from asyncrl.config.memory.engine import OFFLOADED_BYTES, EngineMemory, engine_memory
 from asyncrl.config.memory.needs import JobMemory, Need, Parts, added
 from asyncrl.config.memory.shapes import BYTES, RankShape
 from asyncrl.config.memory.trainer import TrainerMemory, trainer_memory
@@ -22,7 +22,9 @@ from asyncrl.config.sections.inference import EngineConfig, ServingConfig
 from asyncrl.config.sections.training import DEFAULT_TOKENS
 
 USABLE = 0.95
-"""Share of a GPU that a trainer can count on; the rest is what torch's allocator cannot use for it (assumed)."""
+"""Share of a GPU that a trainer can count on; the rest is what torch's allocator cannot use for it (assumed) ..."""
+USABLE_SHARED = 0.88
+"""... and where engines share the GPU, since ranks have no expandable segments then (`config/environment.py`)."""
 MOST_TOKENS = 32768
 """Largest packing budget that is chosen by itself. Past it a forward pass gets no faster, only larger."""
 _STEP_TOKENS = 256
@@ -46,9 +48,14 @@ class Estimator:
     """Models that are served beside the trained one, by name, as far as their shape is known."""
 
     @property
+    def usable_share(self) -> float:
+        """Share of its GPU that a trainer rank can count on."""
+        return USABLE_SHARED if self.layout.colocated else USABLE
+
+    @property
     def usable(self) -> int | None:
         """What a trainer rank can count on."""
-        return None if self.gpu_bytes is None else int(self.gpu_bytes * USABLE)
+        return None if self.gpu_bytes is None else int(self.gpu_bytes * self.usable_share)
 
     @property
     def trainer(self) -> TrainerMemory | None:
@@ -104,7 +111,7 @@ class Estimator:
         trainer, usable = self.trainer, self.usable
         if trainer is None or usable is None:
             return None
-        beside = RUNTIME_BYTES if self.layout.colocated else 0
+        beside = OFFLOADED_BYTES if self.layout.colocated else 0
         return _largest(lambda tokens: sum(trainer.at(tokens).values()) + beside <= usable)
 
     def budget(self, longest: int) -> int:
@@ -124,8 +131,9 @@ class Estimator:
         placed, trained = self.engines, self.trainer is not None
         return JobMemory(
             devices=tuple(self._needs(tokens, placed)),
-            host={purpose: size for purpose, size in self._host() if size},
+            host=self._host(),
             host_bytes=self.host_bytes,
+            usable_share=None if self.gpu_bytes is None else self.usable_share,
             tokens=tokens if trained else None,
             longest=self.largest_budget(),
             admitted=self.config.model.context_length or self.model.max_positions,
@@ -151,28 +159,32 @@ class Estimator:
     def _turns(self, tokens: int, trainer: TrainerMemory, engine: EngineMemory, who: tuple[str, str]) -> Iterator[Need]:
         """The moments of GPUs that the trainer and engines share; each of the two stays as a process in all of them."""
         ranks, names = who
-        runtime: Parts = {"runtime": engine.parts.get("runtime", 0)}
-        yield Need(f"{ranks}, training", added(trainer.at(tokens), runtime), self.usable)
-        weights: Parts = {"weights": engine.parts["weights"], **runtime}
+        yield Need(f"{ranks}, training", added(trainer.at(tokens), engine.offloaded), self.usable)
+        weights: Parts = {"weights": engine.parts["weights"], **engine.offloaded}
         yield Need("handover of weights", added(trainer.handover, weights), self.usable)
         yield Need(f"{names}, serving", added(engine.parts, {"runtime": trainer.runtime}), self.gpu_bytes)
         if self.config.engine.colocate_memory_peak_device == "gpu":
             yield Need("start of the trainer", added(trainer.static, weights), self.usable)
 
-    def _host(self) -> Iterator[tuple[str, int]]:
-        """Host memory on the node of rank 0."""
-        trainer, layout, config = self.trainer, self.layout, self.config
+    def _host(self) -> Mapping[str, int]:
+        """Host memory on the node of rank 0, when it is most: once everything has run, or at the start."""
+        trainer, trainers = self.trainer, self.layout.trainers
         if trainer is None:
-            return
-        ranks = sum(rank.node == layout.trainers[0].node for rank in layout.trainers)
+            return {}
+        ranks = sum(rank.node == trainers[0].node for rank in trainers)
+        later = {purpose: size for purpose, size in self._host_later(trainer, ranks) if size}
+        start = {"Adam's weights at the start": ranks * trainer.host_at_start}
+        return max(later, start, key=lambda purposes: sum(purposes.values()))
+
+    def _host_later(self, trainer: TrainerMemory, ranks: int) -> Iterator[tuple[str, int]]:
+        layout, config = self.layout, self.config
         if config.weights.keep_published != "never" and not config.debug.train_only:
             yield "copy of the published weights", RankShape(self.model).parameters * BYTES[layout.dtype]
         if config.checkpoint.every:
             share = -(-(3 * trainer.gradients + trainer.frozen) // layout.data_parallel)  # float32: weights and moments
             yield "copy of a checkpoint", ranks * share + RankShape(self.model).parameters * BYTES[layout.dtype]
         if trainer.on_host:
-            gradients = -(-trainer.gradients // layout.data_parallel)
-            yield "Adam's state and its gradients", ranks * (trainer.optimizer + gradients)
+            yield "Adam's state and its gradients", ranks * trainer.host
         if layout.colocated:
             state = 0 if trainer.on_host else trainer.optimizer
             yield (

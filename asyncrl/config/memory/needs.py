@@ -43,6 +43,8 @@ class JobMemory:
     """Page-locked and other memory that the job takes on the node of rank 0, in bytes by purpose."""
     host_bytes: int | None = None
     """Memory of that node; None where it is not known."""
+    usable_share: float | None = None
+    """Share of its GPU that a trainer rank can count on; None where the GPU's size is not known."""
     tokens: int | None = None
     """Packing budget that the activations are for; None where no rank trains."""
     longest: int | None = None

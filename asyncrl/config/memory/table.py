@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from asyncrl.config.memory.estimate import USABLE
 from asyncrl.config.memory.needs import JobMemory, Need, PartName
 
 _UNITS = ((10**9, "GB"), (10**6, "MB"))
@@ -28,7 +27,7 @@ def memory_lines(memory: JobMemory) -> list[str]:
     known = any(need.capacity is not None for need in memory.devices)
     place = "GPU" if known else "rank"
     heads = [*(_NAMES.get(name, name) for name in columns), "sum", *(["of"] if known else [])]
-    share = f"; trainer ranks can use {USABLE:.0%} of theirs" if known else ""
+    share = f"; trainer ranks can use {memory.usable_share:.0%} of theirs" if memory.usable_share else ""
     lines = [f"memory in {symbol} for each {place}, estimated as docs/gpu.md says{share}"]
     lines.append("  " + " " * first + "".join(f"{head:>{_WIDTH}}" for head in heads))
     for need in memory.devices:

@@ -22,6 +22,8 @@ RUNTIME_BYTES = 2 << 30
 """Assumed, of a trainer rank on a GPU: CUDA context, kernels, libraries and the communicators of NCCL."""
 _GRADIENT = _MAIN_WEIGHT = 4
 _MOMENTS = 8
+_PINNED = 4, 3
+"""Page-locked memory, each block rounded up to a power of two, to what was asked for (assumed, of many parameters)."""
 _MIB = 1 << 20
 _MOST_BUCKET_MIB = 512
 """Transfer buckets are at most so large where nobody says it (`weights/buckets.py`)."""
@@ -39,7 +41,11 @@ class TrainerMemory:
     optimizer: int
     """Adam's state, wherever it lies."""
     on_host: bool
-    """Whether Adam's state lies in host memory, and copies of the gradients that it takes too."""
+    """Whether Adam's state lies in host memory."""
+    host: int
+    """Of Adam's state there, and page-locked copies of the gradients that it takes; 0 where it lies on the device."""
+    host_at_start: int
+    """Of float32 weights while it is built: Megatron copies all of the rank's, then those that the rank updates."""
     buffers: int
     """Of a publication: transfer buckets, and the parameter that is put together."""
     runtime: int
@@ -76,14 +82,17 @@ def trainer_memory(
     train, number = config.train, BYTES[dtype]
     shape, whole = RankShape(model, train.tensor_parallel), RankShape(model)
     state = _MOMENTS + (_MAIN_WEIGHT if dtype == "bfloat16" else 0)
+    optimizer, updated = (-(-shape.parameters * size // data_parallel) for size in (state, _GRADIENT))
     bucket = max((config.weights.bucket_mib or _MOST_BUCKET_MIB) * _MIB, whole.vocabulary * model.hidden_size * number)
     gathered = 2 * whole.largest_parameter * number if train.tensor_parallel > 1 else 0
     return TrainerMemory(
         weights=shape.parameters * number,
         frozen=sum(RankShape(other, train.tensor_parallel).parameters for other in frozen) * number,
         gradients=shape.parameters * _GRADIENT,
-        optimizer=-(-shape.parameters * state // data_parallel),
+        optimizer=optimizer,
         on_host=train.optimizer_on_host,
+        host=(optimizer + updated * _PINNED[0] // _PINNED[1]) * train.optimizer_on_host,
+        host_at_start=(shape.parameters * _MAIN_WEIGHT + updated) * train.optimizer_on_host,
         buffers=2 * bucket + gathered,
         runtime=RUNTIME_BYTES if device == "cuda" else 0,
         per_token=token_activations(shape, dtype=dtype, device=device, recompute=train.recompute),

@@ -51,8 +51,8 @@ def engine_argv(
         "context_length": context_length,
         "skip_server_warmup": True,
         "log_level_http": "warning",
-        # An idle scheduler spins at more than half a core without it. Where ranks of attention take turns with each
-        # other at every step, one that sleeps would hold the others up.
+        # An idle scheduler spins at more than half a core without it, a paused one also with it. Where ranks of
+        # attention take turns with each other at every step, one that sleeps would hold the others up.
         "sleep_on_idle": not config.server_args.get("enable_dp_attention"),
     }
     if device == "cpu":

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from asyncrl.errors import TrainerError
@@ -84,10 +85,12 @@ class HostMemory:
 
 
 def free_cached() -> None:
-    """Waits for the copies of the current device, and gives memory that torch keeps for later back to it.
+    """Waits for the copies of the current device, and gives memory that torch and Megatron keep for later back to it.
 
-    Memory that engines have read in place is free only after `ipc_collect`.
+    Memory that engines have read in place is free only after `ipc_collect`. Megatron keeps what tensor-parallel ranks
+    gather of the tokens in one buffer, which it makes anew when it needs it.
     """
+    parallel_state.get_global_memory_buffer().buffer.clear()
     torch.cuda.synchronize()
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     torch.cuda.empty_cache()

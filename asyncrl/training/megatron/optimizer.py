@@ -6,6 +6,7 @@ the device.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from itertools import chain
@@ -21,6 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.errors import CheckpointError
@@ -73,7 +75,9 @@ class Optimizer:
             self._settings(config.params_dtype), [self.module], use_gloo_process_groups=False
         )
         if self._on_host:
-            torch.accelerator.empty_host_cache()  # pinned copies of the whole model, of which it has kept its part
+            # It was built twice, first over the whole model, as a cycle of references that holds float32 weights.
+            gc.collect()
+            torch.accelerator.empty_host_cache()
         elif has_memory_of_its_own(self._device):
             for adam in self._adams():
                 fuse(adam)
@@ -87,9 +91,16 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the reduced gradients. It is the same on every rank, so it is finite on all or none."""
+        """Global L2 norm of the reduced gradients. It is the same on every rank, so it is finite on all or none.
+
+        It is Megatron's, whose own way without Apex and Transformer Engine waits for the device for each parameter.
+        """
         self._optimizer.prepare_grads()
-        return float(self._optimizer.get_grad_norm())
+        gradients = [gradient for part in self._parts() for gradient in part.get_main_grads_for_grad_norm()]
+        square = get_total_norm(gradients).to(self._device) ** 2  # a rank may have none, and torch's 0 is on the CPU
+        dist.all_reduce(square, group=self._optimizer.get_grad_stats_parallel_group())
+        norm: float = float(square) ** 0.5
+        return norm
 
     def step(self, lr: float, grad_norm: float) -> None:
         """Clips to `train.grad_clip` and updates the weights. `grad_norm` must have returned a finite norm before."""

@@ -156,7 +156,16 @@ def test_the_state_of_adam_moves_to_the_host_and_is_counted_there() -> None:
     assert "optimizer" not in on_host.devices[0].parts
     moved = on_device.devices[0].parts["optimizer"]
     assert on_device.devices[0].total - on_host.devices[0].total == moved
-    assert on_host.host["Adam's state and its gradients"] == 4 * (moved + on_device.devices[0].parts["gradients"])
+    gradients = on_device.devices[0].parts["gradients"] * 4 // 3  # page-locked, in powers of two
+    assert on_host.host["Adam's state and its gradients"] == 4 * (moved + gradients)
+
+
+def test_adam_on_the_host_takes_all_weights_of_each_rank_while_it_starts() -> None:
+    settings = {"train": {"optimizer_on_host": True}, "weights": {"keep_published": "never"}}
+    host = [sum(estimator(settings, gpus(16, ranks)).memory(4096).host.values()) for ranks in (1, 8)]
+    parameters = RankShape(QWEN_8B).parameters
+    later, start = 12 + 4 * 4 / 3, 8 * (4 + 4 / 8)  # bytes a parameter
+    assert host == [pytest.approx(size * parameters, rel=1e-3) for size in (later, start)]
 
 
 def test_a_checkpoint_is_copied_in_float32_and_as_a_model() -> None:
@@ -172,7 +181,7 @@ def test_an_engine_of_quantised_weights_is_left_out() -> None:
 def test_host_memory_is_held_against_what_the_node_has() -> None:
     job = estimator({"train": {"tensor_parallel": 4, "optimizer_on_host": True}}, gpus(8, 4))
     needed = sum(job.memory(4096).host.values())
-    assert needed == pytest.approx((12 + 4 + 2) * RankShape(QWEN_8B).parameters, rel=1e-3)
+    assert needed == pytest.approx((12 + 4 * 4 / 3 + 2) * RankShape(QWEN_8B).parameters, rel=1e-3)
     assert replace(job, host_bytes=needed).memory(4096).host_fits
     assert not replace(job, host_bytes=needed - 1).memory(4096).host_fits
 
@@ -188,6 +197,16 @@ def test_shared_gpus_have_a_need_for_each_turn() -> None:
     training, handover, serving, start = (need.parts for need in memory.devices)
     assert handover["weights"] == start["weights"] == training["weights"] + serving["weights"]
     assert "KV" not in training and "gradients" not in serving
+
+
+def test_a_trainer_counts_on_less_of_a_gpu_that_it_shares_and_an_offloaded_engine_keeps_some() -> None:
+    train = {"train": {"tensor_parallel": 4}}
+    alone, shared = (estimator(train | {"engine": {"colocate": share}}, gpus(8, 4)) for share in (False, True))
+    assert (alone.memory(64).devices[0].capacity, shared.memory(64).devices[0].capacity) == (76 * GB, 70.4 * GB)
+    one, other = (job.memory(64).devices[0].parts["runtime"] for job in (alone, shared))
+    assert other - one == 2.5 * 2**30
+    for job, share in ((alone, "95%"), (shared, "88%")):
+        assert f"trainer ranks can use {share} of theirs" in memory_lines(job.memory(64))[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""A step on a GPU, played on the meta device: the host waits for the device twice a step, whatever the depth of the
-model and the number of micro-batches.
+"""A step on a GPU, played on the meta device: the host waits for the device three times a step, whatever the depth
+of the model and the number of micro-batches.
 
 Tensors of the "GPU" have shapes and no numbers, so nothing that needs a number of them can go unseen: it is counted
 where a step may do it, and raises everywhere else.
@@ -146,6 +146,7 @@ def play(
             gpu.reads.clear()
             loss = step_loss(batch, name)
             step.forward_backward(optimizer.module, loss.batch, MICRO_BATCHES, loss, vocab_size=101, device=GPU)
+            optimizer.grad_norm()
             reads[name] = list(gpu.reads)
         gpu.reads.clear()
         step.forward_logprobs(optimizer.module, batch, MICRO_BATCHES, vocab_size=101, device=GPU)
@@ -170,10 +171,12 @@ def step_loss(batch: RolloutBatch, name: str) -> StepLoss:
         (torch.float32, Attention.PADDED, ("grpo",)),
     ],
 )
-def test_the_host_waits_for_the_gpu_twice_a_step_whatever_the_layers_and_micro_batches(
+def test_the_host_waits_for_the_gpu_three_times_a_step_whatever_the_layers_and_micro_batches(
     dtype: torch.dtype, attention: Attention, algorithms: tuple[str, ...]
 ) -> None:
     [(reads, of_logprobs, waiting)] = run_ranks(play, dtype, attention, algorithms)
-    assert reads == {name: [finalize_model_grads.__name__, tally.__name__] for name in algorithms}
+    assert reads == {
+        name: [finalize_model_grads.__name__, tally.__name__, Optimizer.grad_norm.__name__] for name in algorithms
+    }
     assert of_logprobs == [step.forward_logprobs.__name__]
     assert waiting == [], "each copy to the GPU is from page-locked memory and queues"

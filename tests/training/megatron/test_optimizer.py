@@ -102,3 +102,22 @@ def logit_dtypes(layout: RankLayout, path: Any, dtype: str) -> set[torch.dtype]:
 def test_logits_have_the_precision_of_the_model(model_directory: Any) -> None:
     for dtype in ("bfloat16", "float32"):
         assert run_ranks(logit_dtypes, model_directory("qwen3"), dtype) == [{getattr(torch, dtype)}]
+
+
+def norms_of(layout: RankLayout, path: Any, dtype: str) -> list[tuple[float, float]]:
+    trainer = learner_of(layout, model={"path": path, "dtype": dtype}, train={"lr": 1e-3})
+    norms = []
+    for step in range(3):
+        trainer.train(batch_of(step))
+        norms.append((optimizer_of(trainer).grad_norm(), optimizer_of(trainer)._optimizer.get_grad_norm()))
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [({}, "float32"), ({"world_size": 2}, "float32"), ({"world_size": 2, "tensor_parallel": 2}, "bfloat16")],
+    ids=["one rank", "DP", "TP in bfloat16"],
+)
+def test_the_norm_of_gradients_is_megatrons_to_the_last_bit(model_directory: Any, world: Any, dtype: str) -> None:
+    for norms in run_ranks(norms_of, model_directory("qwen3"), dtype, **world):
+        assert all(norm == megatrons > 0 for norm, megatrons in norms), norms

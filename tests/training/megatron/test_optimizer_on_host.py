@@ -4,6 +4,7 @@ from what lies on the device, and streams do their work at once."""
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -115,6 +117,21 @@ def test_adam_on_the_host_trains_and_goes_on_from_a_checkpoint_as_on_the_device(
         assert_same_weights(got, weights, 1e-5)
         assert len(held) > 5 and all(held), "Adam's weights are not on the host in float32"
         assert again == metrics[2:] and same
+
+
+def optimizers_left(layout: RankLayout, path: Path) -> tuple[int, int]:
+    play_gpu()
+    gc.disable()
+    learner = learner_with(layout, path, "bfloat16", optimizer_on_host=True)
+    found = [one for one in gc.get_objects() if isinstance(one, HybridDeviceOptimizer)]
+    weights = {id(adam) for one in found for adam in one.sub_optimizers}
+    assert weights == {id(adam) for adam in optimizer_of(learner)._adams()}
+    return len(found), len(optimizer_of(learner)._parts())
+
+
+def test_the_copy_of_all_weights_that_the_start_makes_on_the_host_does_not_stay(model_directory: Any) -> None:
+    [(found, parts)] = run_ranks(optimizers_left, model_directory("qwen3"))
+    assert found == parts, "an optimizer that nobody uses holds weights"
 
 
 def test_on_a_cpu_there_is_nothing_to_move(model_directory: Any) -> None:

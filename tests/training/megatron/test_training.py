@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -406,24 +407,25 @@ def train_in_turns(layout: RankLayout, path: Path, dtype: str) -> dict[str, Any]
     """Two turns, the first without moments, on a CPU that plays the device."""
     trainer = learner_of(layout, model={"path": path, "dtype": dtype}, train=TRAIN)
     optimizer = optimizer_of(trainer)
-    calls: list[tuple[str, int, int]] = []
+    gathered = parallel_state.get_global_memory_buffer().buffer
+    calls: list[tuple[str, int, int, int]] = []
 
     def held(tensors: Iterable[Tensor]) -> int:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}.values())
 
     def noted(name: str) -> Callable[[], None]:
-        """Each call with the bytes of gradients and of Adam's own state that the device holds then."""
+        """Each call with the bytes of gradients, Adam's own state and gathered tokens that the device holds then."""
         gradients = [buffer.grad_data for buffer in optimizer.module.buffers]
 
         def note() -> None:
             own = apart_from(optimizer._state_tensors(), optimizer.module.parameters())
-            calls.append((name, held(gradients), held(own)))
+            calls.append((name, held(gradients), held(own), held(gathered.values())))
 
         return note
 
     for name in ("synchronize", "ipc_collect", "empty_cache"):
         setattr(torch.cuda, name, noted(name))
-    facts: dict[str, Any] = {"same": [], "kept": [], "gone": [], "pinned": [], "calls": calls}
+    facts: dict[str, Any] = {"same": [], "kept": [], "gone": [], "pinned": [], "gathered": [], "calls": calls}
     for step in range(2):
         optimizer.offload(keep_weights=True)
         weights = weights_of(trainer)
@@ -436,6 +438,7 @@ def train_in_turns(layout: RankLayout, path: Path, dtype: str) -> dict[str, Any]
         facts["same"].append(all(torch.equal(weights[name], t) for name, t in weights_of(trainer).items()))
         facts["pinned"].append([block.data_ptr() for block in optimizer._host._blocks])
         trainer.train_sft(batch_of(step), lr=2e-3)
+        facts["gathered"].append(held(gathered.values()) > 0)
     facts["weights"] = weights_of(trainer)
     return facts
 
@@ -449,8 +452,13 @@ def train_without_turns(layout: RankLayout, path: Path, dtype: str) -> dict[str,
 
 @pytest.mark.parametrize(
     ("world", "dtype"),
-    [({}, "bfloat16"), ({"world_size": 2}, "float32"), ({"world_size": 2}, "bfloat16")],
-    ids=["one rank", "DP in float32", "DP"],
+    [
+        ({}, "bfloat16"),
+        ({"world_size": 2}, "float32"),
+        ({"world_size": 2}, "bfloat16"),
+        ({"world_size": 2, "tensor_parallel": 2}, "bfloat16"),
+    ],
+    ids=["one rank", "DP in float32", "DP", "TP"],
 )
 def test_weights_leave_last_and_all_comes_back_as_it_was(
     model_directory: Any, world: dict[str, int], dtype: str
@@ -461,10 +469,11 @@ def test_weights_leave_last_and_all_comes_back_as_it_was(
         assert facts["kept"] == [True, True], "published from freed memory"
         assert facts["gone"] == [0, 0] and facts["same"] == [True, True]
         assert facts["pinned"][0] == facts["pinned"][1], "memory is made once"
-        order = [name for name, _, _ in facts["calls"]]
+        order = [name for name, *_ in facts["calls"]]
         offload = ["synchronize", "ipc_collect", "empty_cache"]
         assert order == [*offload * 3, "synchronize", "synchronize"] * 2
-        assert all(call[1:] == (0, 0) for call in facts["calls"] if call[0] != "synchronize"), "gone before it is freed"
+        assert facts["gathered"] == ["tensor_parallel" in world] * 2
+        assert not any(any(call[1:]) for call in facts["calls"] if call[0] != "synchronize"), "gone before it is freed"
         assert all(torch.equal(facts["weights"][name], tensor) for name, tensor in expected.items())
 
 
