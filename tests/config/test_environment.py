@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.environment import OF_RANKS, rank_settings
+from asyncrl.config.environment import HEARTBEAT, OF_RANKS, rank_settings
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.rules import plan_layout
@@ -29,7 +29,7 @@ def job(gpus: int = 4, **engine: Any) -> tuple[Config, ProcessLayout]:
 
 def both(environ: dict[str, str], config: Config, layout: ProcessLayout) -> tuple[dict[str, str], dict[str, str]]:
     """The environments of a rank and of an engine of this job, which was started with `environ`."""
-    rank = environ | rank_settings(environ, layout, config.engine.server_args)
+    rank = environ | rank_settings(environ, layout, config)
     added = engine_environment(config.engine, layout.engines[0], rank, threads=None, cores=(0,), scratch=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", rank)
@@ -86,9 +86,22 @@ def test_an_engine_of_a_job_that_names_gpus_by_uuid_counts_them_as_the_driver_do
     assert "CUDA_DEVICE_ORDER" not in engine
 
 
+@pytest.mark.parametrize(
+    ("step_timeout_s", "given", "expected"), [(1800.0, None, 1860), (10.0, None, 480), (1800.0, "600", 600)]
+)
+def test_torch_ends_no_rank_before_the_deadline_of_a_command(
+    step_timeout_s: float, given: str | None, expected: int
+) -> None:
+    config, layout = job()
+    config = Config.model_validate({"train": {"step_timeout_s": step_timeout_s}})
+    rank, engine = both({} if given is None else {HEARTBEAT: given}, config, layout)
+    assert rank[HEARTBEAT] == str(expected)
+    assert (HEARTBEAT in engine) == (given is not None)
+
+
 def test_a_job_on_cpu_adds_only_what_megatron_looks_at_everywhere() -> None:
     config, layout = job(gpus=0)
-    assert rank_settings({}, layout, config.engine.server_args).keys() == {"CUDA_DEVICE_MAX_CONNECTIONS", OF_RANKS}
+    assert rank_settings({}, layout, config).keys() == {"CUDA_DEVICE_MAX_CONNECTIONS", OF_RANKS}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -112,4 +125,4 @@ def test_every_rank_has_its_environment_before_it_imports_torch(
     monkeypatch.setattr(driver, "_drive", look)
     monkeypatch.setattr(driver, "_serve", look)
     assert driver.run_job(look, []) == 0
-    assert rank_settings({}, layout, {}).items() <= found.items()
+    assert rank_settings({}, layout, config).items() <= found.items()

@@ -21,8 +21,8 @@ class SendStream:
     """
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._sent = torch.cuda.Event(blocking=True)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def selected(self) -> AbstractContextManager[object]:
         """Makes it the current stream of the thread."""
