@@ -1,7 +1,8 @@
 """The variables of processes on GPUs: trainer ranks and engines, decided in one place. Pure functions.
 
 Invariants
-- Ranks and engines form NCCL groups with each other. So both get NCCL's settings from `nccl_settings`.
+- Where ranks and engines form NCCL groups with each other, both get NCCL's settings from `nccl_settings`. Elsewhere
+  ranks keep NCCL's own.
 - A variable that the user set stays, unless an engine would overwrite it or a process could not run with it.
 - What is for trainer ranks alone never reaches an engine: `host_environment` leaves out what `OF_RANKS` names.
 """
@@ -50,7 +51,8 @@ def rank_settings(environ: Mapping[str, str], layout: ProcessLayout, config: Con
     alone = {"CUDA_DEVICE_MAX_CONNECTIONS": environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
     shared: dict[str, str] = {}
     if layout.device == "cuda":
-        shared = nccl_settings(environ, config.engine.server_args)
+        if "broadcast" in layout.transports:
+            shared = nccl_settings(environ, config.engine.server_args)
         if HEARTBEAT not in environ:  # a rank that hangs is named at the deadline of its command, before torch ends it
             alone[HEARTBEAT] = str(max(_HEARTBEAT_S, math.ceil(config.train.collective_timeout_s)))
         if layout.colocated:

@@ -54,6 +54,25 @@ def test_a_rank_and_an_engine_have_the_same_nccl(
     assert tuple(engine[name] for name in NCCL) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "gpus", "broadcast"),
+    [
+        ({"engine": {"colocate": True}}, 2, False),
+        ({"weights": {"transport": "disk"}}, 4, False),
+        ({"debug": {"train_only": True}}, 2, False),
+        ({"engine": {"external": ["http://10.0.0.9:30000"]}}, 2, True),
+        ({"engine": {"external": ["http://10.0.0.9:30000"]}, "weights": {"transport": "disk"}}, 2, False),
+    ],
+)
+def test_ranks_keep_nccls_own_settings_where_nothing_is_broadcast(
+    settings: dict[str, Any], gpus: int, broadcast: bool
+) -> None:
+    config = Config.model_validate(settings)
+    layout = plan_layout(config, Machine(world_size=2, local_world_size=2, gpus=APART.gpus[:gpus]))
+    added = rank_settings({}, layout, config)
+    assert [name in added for name in NCCL] == [broadcast, broadcast]
+
+
 def test_what_is_for_ranks_alone_reaches_no_engine() -> None:
     rank, engine = both({"PATH": "/bin"}, *job())
     assert rank["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
