@@ -56,8 +56,9 @@ def rank_settings(environ: Mapping[str, str], layout: ProcessLayout, config: Con
         if HEARTBEAT not in environ:  # a rank that hangs is named at the deadline of its command, before torch ends it
             alone[HEARTBEAT] = str(max(_HEARTBEAT_S, math.ceil(config.train.collective_timeout_s)))
         if layout.colocated:
-            # Engines map the trainer's tensors; they could not map those of expandable segments in every container.
-            alone |= without_expandable_segments(environ)
+            # Engines map the trainer's tensors; they could not map those of expandable segments in every container. The
+            # user's other options reach engines too.
+            shared |= without_expandable_segments(environ)
         elif not any(name in environ for name in ALLOCATOR):
             alone[ALLOCATOR[0]] = f"{_EXPANDABLE}:True"
     return shared | alone | {OF_RANKS: ",".join(alone)}

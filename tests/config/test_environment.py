@@ -93,7 +93,7 @@ def test_what_the_user_says_of_the_allocator_stays(given: dict[str, str]) -> Non
 def test_no_segment_expands_where_engines_map_the_trainers_memory() -> None:
     given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     for environment in both(given, *job(gpus=2, colocate=True)):
-        assert environment.get("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64") == "max_split_size_mb:64"
+        assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64", "the other options stay"
     rank, _ = both({}, *job(gpus=2, colocate=True))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rank
 
