@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -120,8 +120,9 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
             raise
         finally:
             rank_exit.expect_exit(outcome.exit_code)
-            if recorder.steps or outcome.reason == FINISHED:
-                run.erase_former()
+            if outcome.reason == FINISHED:
+                with suppress(RunDirectoryError):  # a directory that resists is told by `_put_former_back`
+                    run.let_former_go()  # also where the loop had no step
         log.flush()
         display.stop()
         if recorder.steps or outcome.reason == FINISHED:
@@ -129,6 +130,8 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
             rank_exit.expect_exit(outcome.exit_code)
         else:
             print(outcome.reason, file=sys.stderr, flush=True)
+        if outcome.reason == FINISHED and (left := run.erase_former()):  # what the loop has not erased yet
+            print(left, file=sys.stderr, flush=True)
         return outcome.exit_code
 
 

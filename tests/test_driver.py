@@ -172,19 +172,39 @@ asyncrl.driver.conclude = interrupted
     assert json.loads((ended.run_dir / "summary.json").read_text())["outcome"] == "finished"
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_job_that_fails_leaves_a_summary_of_what_it_has_trained_or_the_run_that_it_was_to_overwrite(
-    recipe: Path, steps: int
+SAVE = '(job.directory.path / "checkpoints" / "step-000003").mkdir(parents=True)'
+"""What a signal saves of a step that no stage has recorded."""
+
+
+@pytest.mark.parametrize(("steps", "saved"), [(0, False), (0, True), (3, False), (3, True)])
+def test_a_job_that_fails_leaves_what_it_has_trained_or_the_run_that_it_was_to_overwrite(
+    recipe: Path, steps: int, saved: bool
 ) -> None:
+    """Steps that it has not trained itself, but taken from another run's checkpoint, are not its own."""
     former = a_former_run(recipe)
-    ended = run_loop(recipe, f"job.record.start(5, {steps}); {FAIL}", "--run.if-exists", "overwrite")
-    assert former.exists() == (steps == 0) == ("run holds the former run again" in ended.text)
+    loop = f"job.record.start(5, {steps}); {SAVE if saved else 'pass'}; {FAIL}"
+    ended = run_loop(recipe, loop, "--run.if-exists", "overwrite")
+    assert former.exists() != saved != ("run holds the former run again" in ended.text)
+    assert (ended.run_dir / "checkpoints").exists() == saved
     assert ended.code == 1 and ended.text.endswith("error: the loss has a cold\n"), ended.text
-    summary = ended.run_dir / "summary.json"
+    summary = ended.run_dir / ("." if saved else "failed-start") / "summary.json"
     assert summary.exists() == bool(steps)
     if steps:
         record = json.loads(summary.read_text())
         assert (record["outcome"], record["steps"], record["export"]) == ("the loss has a cold", 3, None)
+
+
+def test_the_step_that_a_signal_saves_is_of_a_run_that_a_resume_goes_on_with(recipe: Path) -> None:
+    former = a_former_run(recipe)
+    before = f"async def save(job):\n    {SAVE}"
+    loop = """
+    from functools import partial
+    job.on_stop_now.append(partial(save, job))
+    os.kill(os.getpid(), signal.SIGINT)
+    await anyio.sleep_forever()"""
+    ended = run_loop(recipe, loop, "--run.if-exists", "overwrite", before=before)
+    assert ended.code == 128 + signal.SIGINT and "former run" not in ended.text, ended.text
+    assert (ended.run_dir / "checkpoints" / "step-000003").exists() and not former.exists()
 
 
 def test_a_second_signal_during_the_summary_ends_it(recipe: Path) -> None:

@@ -117,7 +117,7 @@ class Life:
         async with anyio.create_task_group() as tasks:
             job = a_job(tasks, config=config)
             job.record.evaluated = self.note_evaluation
-            job.directory = SimpleNamespace(attempt=trainer.attempt, events=log, erase_former=lambda: None)
+            job.directory = SimpleNamespace(attempt=trainer.attempt, events=log, let_former_go=lambda: False)
             job.events, self.rig.pauses = events, job.pauses
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(components, "create_rollout_components", create_rollout_components)

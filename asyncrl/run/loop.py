@@ -36,8 +36,8 @@ import anyio.to_thread
 from asyncrl.config.checks.no_effect import unused_staleness
 from asyncrl.config.sections.training import TrainConfig
 from asyncrl.data.staleness import overlaps
-from asyncrl.errors import ConfigError, NonFiniteError, counted
-from asyncrl.observability.events import CheckpointWritten
+from asyncrl.errors import ConfigError, NonFiniteError, RunDirectoryError, counted
+from asyncrl.observability.events import CheckpointWritten, FaultSeen
 from asyncrl.rollout.scheduling.deliveries import TRAINER
 from asyncrl.run.checkpoints import Checkpoints
 from asyncrl.run.evaluations import Evaluations
@@ -94,6 +94,8 @@ class Run:
         """Optimizer steps that were taken, and that were skipped as loss or gradient were not finite."""
         self._disagreed = False
         """Whether the user was told that trainer and engine compute different models."""
+        self._has_results = False
+        """Whether a step of this attempt was committed or recorded."""
         self._halves = Halves(self.engines, trainer)
         self._checkpoints = Checkpoints(job, self._halves, self.executor, trainer_name)
         self._republication = Republication(self.engines, self._publish_trained, job.record.note)
@@ -220,12 +222,12 @@ class Run:
     async def commit(self, step: int) -> None:
         """Tells the executor that the batch of `step` is trained; its groups have ended.
 
-        A run that this one overwrites is erased with the first step.
+        A run that this one overwrites is erased beside the training from the first step on.
         """
         with self.job.record.phase("train"):
             await self.executor.commit(step, self._trainer_name)
         self._trained = step + 1
-        await anyio.to_thread.run_sync(self.job.directory.erase_former)
+        self._let_former_go()
 
     async def checkpoint(self, step: int) -> None:
         """Saves the run after `step` where `checkpoint.every` says so, and after the last step. Call it after `commit`.
@@ -249,6 +251,7 @@ class Run:
         """Ends `step` in the account of the run, with the `metrics` of its training."""
         publication, self._publication = self._publication, None
         self.job.record.step(step + 1, self.executor.last_rollout, metrics, publication)
+        self._let_former_go()
 
     # the end
 
@@ -305,6 +308,25 @@ class Run:
     async def _get(self, step: int) -> RolloutBatch:
         await self.engines.prepare_rollout(step)
         return await self.executor.get(step, self._trainer_name)
+
+    def _let_former_go(self) -> None:
+        """Begins to erase a run that this one overwrites. What resists is told, and costs the job nothing."""
+        if self._has_results:
+            return
+        self._has_results = True
+        try:
+            if self.job.directory.let_former_go():
+                self.job.background.start("erasure of a run that was overwritten", self._erase_former)
+        except RunDirectoryError as error:
+            self._tell_left(str(error))
+
+    async def _erase_former(self) -> None:
+        self._tell_left(await anyio.to_thread.run_sync(self.job.directory.erase_former, abandon_on_cancel=True))
+
+    def _tell_left(self, told: str) -> None:
+        if told:
+            self.job.record.note(told)
+            self.job.events.emit(FaultSeen(component="run directory", what=told))
 
     async def _publish_trained(self) -> None:
         """Publishes what the trainer holds."""

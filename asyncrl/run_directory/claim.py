@@ -24,7 +24,7 @@ step or an evaluation, an export). `foreign`: files of others."""
 _BEFORE_THE_FIRST_STEP = frozenset(
     {
         *(MARKER, LOCK, CONTROL, "config.toml", "events.jsonl", "metrics.jsonl", "logs", "weights"),
-        *("samples.jsonl", "samples.1.jsonl", "trackers", ERASED),
+        *("samples.jsonl", "samples.1.jsonl", "trackers"),
     }
 )
 """What the directory of a `begun` run may hold; its metrics.jsonl is empty."""
@@ -46,7 +46,7 @@ def claim(path: Path, policy: IfExists) -> tuple[Path, int]:
     refuse(path, state_of(path), policy)
     lock = take_lock(path)
     try:
-        put_back(path)  # a run that was killed before its first step did not
+        put_back(path)  # a run that was killed did not
         state = state_of(path)
         refuse(path, state, policy)
         if state == "begun":
@@ -88,7 +88,7 @@ def numbered(path: Path) -> Iterator[Path]:
 def state_of(path: Path) -> State:
     """Returns what the folder at `path` holds; raises RunDirectoryError if it cannot be read."""
     try:
-        names = {entry.name for entry in path.iterdir()}
+        names = {entry.name for entry in path.iterdir() if not entry.name.startswith(ERASED)}
         if names & {FORMER, MOVING}:
             return "run"
         if MARKER not in names:
@@ -156,7 +156,7 @@ def _erase(path: Path) -> None:
     """Empties the directory of a run. The marker goes last, so that an interrupted erasure can be repeated."""
     try:
         for entry in path.iterdir():
-            if entry.name in (MARKER, LOCK):
+            if entry.name in (MARKER, LOCK) or entry.name.startswith(ERASED):  # the last is erased beside the training
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

@@ -17,9 +17,10 @@ import psutil
 
 from asyncrl.config.reading.toml import config_toml
 from asyncrl.config.root import Config
+from asyncrl.errors import RunDirectoryError
 from asyncrl.run_directory.claim import claim, in_use, numbered, refuse, state_of, take_lock, unusable
-from asyncrl.run_directory.former import erase, put_back
-from asyncrl.run_directory.names import MARKER
+from asyncrl.run_directory.former import erase, let_go, put_back
+from asyncrl.run_directory.names import FORMER, MARKER
 from asyncrl.run_directory.running import control_socket, holder
 
 
@@ -153,20 +154,32 @@ class RunDirectory:
                     raise unusable(path, error) from error
         return tuple(kept)
 
-    def erase_former(self) -> None:
-        """Erases the run that this one overwrites, if there is one: this one has results of its own.
+    def let_former_go(self) -> bool:
+        """Gives up the run that this one overwrites, if there is one: this one has results of its own.
 
-        Raises RunDirectoryError where it cannot.
+        Returns whether `erase_former` has something to do. Takes one rename. Raises RunDirectoryError where it fails.
         """
         try:
-            erase(self.path)
+            return let_go(self.path)
         except OSError as error:
-            raise unusable(self.path, error) from error
+            raise RunDirectoryError(
+                f"run.dir: the run that this one overwrites stays in {self.path / FORMER}: {error.strerror}"
+            ) from error
+
+    def erase_former(self) -> str:
+        """Erases what was let go, here or by an earlier job; returns why some of it is left, else an empty text.
+
+        May take minutes: a run may be large.
+        """
+        error = erase(self.path)
+        told = "a run that was overwritten is not all erased, the next job tries again"
+        return "" if error is None else f"{told}: {error}"
 
     def put_former_back(self) -> Path | None:
-        """Puts the run that this one was to overwrite into its place, if it is not erased; writes nothing more after.
+        """Puts the run that this one was to overwrite into its place, unless this one has trained a step.
 
-        Returns the folder of what this run wrote; None where there is no former run. Raises RunDirectoryError.
+        It writes nothing more after that. Returns the folder of what it wrote; None where nothing is put back. Raises
+        RunDirectoryError.
         """
         try:
             return put_back(self.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -9,13 +10,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import RunDirectoryError
+from asyncrl.observability.metrics import MetricsLog, StepTimer
 from asyncrl.run_directory import Gang, RunDirectory, running_beside
 
 HOLD = """
@@ -208,7 +210,8 @@ def test_overwrite_erases_a_run_and_nothing_outside_it(config, tmp_path):
         (run.export / "model.safetensors").touch()
         (run.path / "link").symlink_to(outside)
     with RunDirectory.open(config("overwrite")) as run:
-        run.erase_former()
+        assert run.let_former_go()
+        assert run.erase_former() == ""
         assert {entry.name for entry in run.path.iterdir()} == {".lock", ".asyncrl-run.json", "config.toml", "logs"}
         assert run.put_former_back() is None
     assert (outside / "kept").exists()
@@ -261,6 +264,73 @@ def test_a_run_that_is_to_be_overwritten_outlives_a_new_one_that_was_killed(conf
             run.put_former_back()
     with RunDirectory.open(config("resume")) as run:
         assert (run.export / "model.safetensors").read_text() == "weights"
+
+
+def evaluated(run: RunDirectory) -> None:
+    with closing(MetricsLog(run.metrics)) as metrics:
+        metrics.write(500, {"eval/accuracy": 0.5})
+
+
+def a_step(run: RunDirectory) -> None:
+    evaluated(run)
+    with closing(MetricsLog(run.metrics)) as metrics:
+        metrics.write(1, StepTimer().finish_step().metrics())
+
+
+def a_folder(name: str) -> Callable[[RunDirectory], None]:
+    return lambda run: (run.path / name).mkdir(parents=True)
+
+
+TRAINED = [a_step, a_folder("checkpoints/step-000001"), a_folder("export")]
+NOT_YET = [evaluated, a_folder("checkpoints/.step-000001.1"), a_folder("failures"), a_folder("my_notes")]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize(("left", "stays"), [(left, True) for left in TRAINED] + [(left, False) for left in NOT_YET])
+def test_a_run_that_has_trained_a_step_is_resumed_and_not_the_one_that_it_overwrites(
+    config, former, left, stays, killed
+):
+    """However it ended: it may have had no time to say that it has results."""
+    with RunDirectory.open(config("overwrite"), gang=Gang("8@8", 0)) as run:
+        left(run)
+        (run.logs / "engine-0.log").write_text("of the new run")
+        if not killed:
+            assert (run.put_former_back() is None) == stays
+    with RunDirectory.open(config("resume"), gang=Gang("9@9", 0)) as resumed:
+        assert (resumed.path, resumed.attempt) == (run.path, 1)
+        assert (resumed.logs / "engine-0.log").exists() == stays
+        assert (resumed.export / "model.safetensors").exists() != stays
+        assert (resumed.path / "failed-start").exists() != stays
+        resumed.let_former_go()
+        assert resumed.erase_former() == "" and not list(run.path.glob(".erased*"))
+        assert not (run.path / ".former").exists()
+
+
+def test_a_file_that_cannot_be_erased_is_told_and_in_the_way_of_no_later_overwrite(config, former, monkeypatch):
+    unlink = os.unlink
+
+    def resist(path, *args, **how):
+        if os.fspath(path).endswith("model.safetensors"):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), os.fspath(path))
+        unlink(path, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", resist)
+        for _ in range(2):
+            with RunDirectory.open(config("overwrite")) as run:
+                assert run.let_former_go()
+                assert "not all erased, the next job tries again: [Errno 1]" in run.erase_former()
+                run.metrics.write_text("{}\n")
+                run.export.mkdir()
+                (run.export / "model.safetensors").touch()
+        assert len(list(run.path.glob(".erased*"))) == 2
+        run.metrics.unlink()
+        (run.export / "model.safetensors").rename(run.path.parent / "elsewhere")
+        run.export.rmdir()
+        with RunDirectory.open(config("error")) as begun:  # what came to nothing is replaced beside what resists
+            assert begun.path == run.path
+    with RunDirectory.open(config("error")) as run:
+        assert run.let_former_go() and run.erase_former() == "" and not list(run.path.glob(".erased*"))
 
 
 def test_wherever_a_move_of_the_former_run_is_cut_short_nothing_of_it_is_lost(config, former, monkeypatch):

@@ -232,6 +232,14 @@ def test_an_unusual_setting_that_works_is_not_refused(load, argv):
     load(*argv)
 
 
+@pytest.mark.parametrize("key", ["algorithm.reference", "algorithm.teacher", "models.judge.path"])
+def test_a_model_beside_the_trained_one_is_not_in_the_run_that_is_overwritten(refused, key):
+    export = Path("old/export")
+    export.mkdir(parents=True)
+    overwriting = ("--run.dir", "old", "--run.if-exists", "overwrite", f"--{key}", str(export))
+    assert f"which holds {key} ({export})" in refused(*overwriting)["run.if_exists"]
+
+
 def test_a_checkpoint_to_begin_from_is_not_in_the_run_that_is_overwritten(refused):
     checkpoint = Path("old/checkpoints/step-000004")
     checkpoint.mkdir(parents=True)

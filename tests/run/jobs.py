@@ -186,7 +186,7 @@ def a_job(tasks: Any = None, *, colocated: bool = False, config: Config | None =
             attempt=0,
             events=None,
             weight_version=lambda step: f"0.{step}",
-            erase_former=lambda: None,
+            let_former_go=lambda: False,
         ),
         events=SimpleNamespace(emit=lambda event: None),
         record=record,

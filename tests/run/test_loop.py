@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 
-from asyncrl.errors import ConfigError, EngineError, NonFiniteError
+from asyncrl.errors import ConfigError, EngineError, NonFiniteError, RunDirectoryError
 from asyncrl.training.agreement import disagreement
 from tests.run.jobs import Engines, Executor, Trainer, a_job, started
 
@@ -104,15 +106,61 @@ async def test_a_resumed_job_that_is_stopped_before_its_next_step_exports_what_w
     assert job.record.exports == ["DIR"]
 
 
-async def test_a_run_that_is_overwritten_is_erased_with_the_first_step_that_was_trained() -> None:
-    erased: list[str] = []
+class Overwriting:
+    """The directory of a job that overwrites a run, which `erase` erases."""
+
+    attempt = 0
+
+    def __init__(self, erase: Callable[[], str] = str, problem: str = "") -> None:
+        self.let_go, self.erase_former, self._problem = 0, erase, problem
+
+    def let_former_go(self) -> bool:
+        self.let_go += 1
+        if self._problem:
+            raise RunDirectoryError(self._problem)
+        return True
+
+
+@pytest.mark.parametrize("first", ["commit", "record_step"])
+async def test_a_run_that_is_overwritten_is_given_up_with_the_first_step_that_was_trained(first: str) -> None:
     job = a_job(train={"num_steps": 1})
-    job.directory.erase_former = lambda: erased.append("former")
+    job.directory = Overwriting()
     async with started(Engines([]), Executor([]), Trainer([]), job=job) as run:
         await run.train(0, await run.next_batch(0))
-        assert erased == []
+        assert job.directory.let_go == 0
+        for _ in range(2):
+            if first == "commit":
+                await run.commit(0)
+            else:
+                run.record_step(0, {})
+            assert job.directory.let_go == 1
+
+
+async def test_no_step_and_no_end_waits_until_a_run_that_is_overwritten_is_erased() -> None:
+    job, hanging = a_job(), threading.Event()
+    job.directory = Overwriting(lambda: str(hanging.wait(20)))
+    try:
+        with anyio.fail_after(5):
+            async with started(Engines([]), Executor([]), Trainer([]), job=job) as run:
+                await run.commit(0)
+                (task,) = [task for task in run.statistics().background if "overwritten" in task.name]
+                assert task.name == "erasure of a run that was overwritten"
+                await run.commit(1)
+    finally:
+        hanging.set()
+
+
+@pytest.mark.parametrize("problem", ["", "run.dir: it stays"])
+async def test_a_run_that_is_overwritten_and_resists_is_told_and_ends_no_job(problem: str) -> None:
+    job, told, heard = a_job(), [], anyio.Event()
+    job.events.emit = lambda event: (told.append(event), heard.set())
+    job.directory = Overwriting(lambda: "some of it is left", problem)
+    async with started(Engines([]), Executor([]), Trainer([]), job=job) as run:
         await run.commit(0)
-        assert erased == ["former"]
+        with anyio.fail_after(5):
+            await heard.wait()
+    left = problem or "some of it is left"
+    assert job.record.notes == [left] and [(event.component, event.what) for event in told] == [("run directory", left)]
 
 
 async def test_an_evaluation_that_cannot_begin_is_a_skipped_point() -> None:

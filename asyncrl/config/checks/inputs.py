@@ -158,11 +158,15 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
 def _erased_inputs(config: Config) -> Iterator[Problem]:
     if config.run.if_exists != "overwrite":
         return
-    inputs = [("model.path", config.model.path)]
-    if config.debug.load_rollouts is not None:
-        inputs.append(("debug.load_rollouts", config.debug.load_rollouts))
-    if isinstance(config.checkpoint.resume, Path):
-        inputs.append(("checkpoint.resume", config.checkpoint.resume))
+    named = {
+        "model.path": config.model.path,
+        "algorithm.reference": config.algorithm.reference,
+        "algorithm.teacher": config.algorithm.teacher,
+        "debug.load_rollouts": config.debug.load_rollouts,
+        "checkpoint.resume": config.checkpoint.resume,
+        **{f"models.{name}.path": model.path for name, model in config.models.items()},
+    }
+    inputs = [(key, path) for key, path in named.items() if isinstance(path, Path)]
     inputs += [(key, Path(source)) for key, source, _ in _sources(config) if source and not is_generated(source)]
     for key, path in inputs:
         if path.exists() and path.resolve().is_relative_to(config.run.dir.resolve()):
