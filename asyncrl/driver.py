@@ -64,7 +64,7 @@ def run_job(loop: Loop, argv: Sequence[str] | None = None) -> int:
     raise_open_files()
     try:
         loaded = load_config(sys.argv[1:] if argv is None else argv, dry_check=check_start)
-        os.environ.update(rank_settings(os.environ, loaded.layout, loaded.config.engine.server_args))
+        os.environ.update(rank_settings(os.environ, loaded.layout, loaded.config))
         if rank_exit is not None:
             rank_exit.allow(loaded.config.run.stop_grace_s)
         code = _drive(loop, loaded) if loaded.machine.rank == 0 else _serve(loaded)

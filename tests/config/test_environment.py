@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.environment import OF_RANKS, rank_settings
+from asyncrl.config.environment import HEARTBEAT, OF_RANKS, rank_settings
 from asyncrl.config.layout import ProcessLayout
 from asyncrl.config.machine import Machine
 from asyncrl.config.placement.rules import plan_layout
@@ -29,7 +29,7 @@ def job(gpus: int = 4, **engine: Any) -> tuple[Config, ProcessLayout]:
 
 def both(environ: dict[str, str], config: Config, layout: ProcessLayout) -> tuple[dict[str, str], dict[str, str]]:
     """The environments of a rank and of an engine of this job, which was started with `environ`."""
-    rank = environ | rank_settings(environ, layout, config.engine.server_args)
+    rank = environ | rank_settings(environ, layout, config)
     added = engine_environment(config.engine, layout.engines[0], rank, threads=None, cores=(0,), scratch=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", rank)
@@ -54,6 +54,25 @@ def test_a_rank_and_an_engine_have_the_same_nccl(
     assert tuple(engine[name] for name in NCCL) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "gpus", "broadcast"),
+    [
+        ({"engine": {"colocate": True}}, 2, False),
+        ({"weights": {"transport": "disk"}}, 4, False),
+        ({"debug": {"train_only": True}}, 2, False),
+        ({"engine": {"external": ["http://10.0.0.9:30000"]}}, 2, True),
+        ({"engine": {"external": ["http://10.0.0.9:30000"]}, "weights": {"transport": "disk"}}, 2, False),
+    ],
+)
+def test_ranks_keep_nccls_own_settings_where_nothing_is_broadcast(
+    settings: dict[str, Any], gpus: int, broadcast: bool
+) -> None:
+    config = Config.model_validate(settings)
+    layout = plan_layout(config, Machine(world_size=2, local_world_size=2, gpus=APART.gpus[:gpus]))
+    added = rank_settings({}, layout, config)
+    assert [name in added for name in NCCL] == [broadcast, broadcast]
+
+
 def test_what_is_for_ranks_alone_reaches_no_engine() -> None:
     rank, engine = both({"PATH": "/bin"}, *job())
     assert rank["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -74,7 +93,7 @@ def test_what_the_user_says_of_the_allocator_stays(given: dict[str, str]) -> Non
 def test_no_segment_expands_where_engines_map_the_trainers_memory() -> None:
     given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     for environment in both(given, *job(gpus=2, colocate=True)):
-        assert environment.get("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64") == "max_split_size_mb:64"
+        assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64", "the other options stay"
     rank, _ = both({}, *job(gpus=2, colocate=True))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rank
 
@@ -86,9 +105,22 @@ def test_an_engine_of_a_job_that_names_gpus_by_uuid_counts_them_as_the_driver_do
     assert "CUDA_DEVICE_ORDER" not in engine
 
 
+@pytest.mark.parametrize(
+    ("step_timeout_s", "given", "expected"), [(1800.0, None, 1860), (10.0, None, 480), (1800.0, "600", 600)]
+)
+def test_torch_ends_no_rank_before_the_deadline_of_a_command(
+    step_timeout_s: float, given: str | None, expected: int
+) -> None:
+    config, layout = job()
+    config = Config.model_validate({"train": {"step_timeout_s": step_timeout_s}})
+    rank, engine = both({} if given is None else {HEARTBEAT: given}, config, layout)
+    assert rank[HEARTBEAT] == str(expected)
+    assert (HEARTBEAT in engine) == (given is not None)
+
+
 def test_a_job_on_cpu_adds_only_what_megatron_looks_at_everywhere() -> None:
     config, layout = job(gpus=0)
-    assert rank_settings({}, layout, config.engine.server_args).keys() == {"CUDA_DEVICE_MAX_CONNECTIONS", OF_RANKS}
+    assert rank_settings({}, layout, config).keys() == {"CUDA_DEVICE_MAX_CONNECTIONS", OF_RANKS}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -112,4 +144,4 @@ def test_every_rank_has_its_environment_before_it_imports_torch(
     monkeypatch.setattr(driver, "_drive", look)
     monkeypatch.setattr(driver, "_serve", look)
     assert driver.run_job(look, []) == 0
-    assert rank_settings({}, layout, {}).items() <= found.items()
+    assert rank_settings({}, layout, config).items() <= found.items()

@@ -1,7 +1,7 @@
 """A process group of rank 0 that behaves over gloo as NCCL's does by its sources, and may block at any of its calls.
 
-It forms in its first broadcast, and a broadcast ends when it was received. A call that blocks does so as C++ does:
-neither a signal nor a deadline ends it.
+It forms in its first broadcast, which only queues a message on the current stream and returns no operation. The stream
+tells when the message was received. A call that blocks does so as C++ does: neither a signal nor a deadline ends it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +19,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 
-from asyncrl.weights.transports import process_group
+from asyncrl.weights.transports import broadcast_sink, process_group
 
 _TIMEOUT = timedelta(seconds=2)
 """Threads of a test must end some time."""
 
-CALLS = ("constructor", "broadcast", "work", "is_completed", "wait", "abort", "destructor")
+CALLS = ("constructor", "broadcast", "work", "settle", "abort", "destructor")
+
+_current = threading.local()
 
 
 class Blocks:
@@ -42,6 +46,8 @@ class Blocks:
         self.free = threading.Event()
         """Set at the end of the test."""
         self.operation_timeouts: set[timedelta] = set()
+        self.computed: Callable[[], None] = lambda: None
+        """Stands for the wait until the trainer's GPU has a bucket."""
         self.watched: list[bool] = []
         """Of each group, whether torch would have made a watchdog for it."""
 
@@ -62,14 +68,15 @@ class FakeNccl:
         self._blocks, self._store, self._world_size = blocks, store, world_size
         self._group: Any = None
         self._broadcasts = 0
-        self._aborted = False
+        self.aborted = False
         blocks.at("constructor", world_size)
         blocks.watched.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1")
 
-    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> FakeWork:
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> None:
+        assert not options.asyncOp, "NCCL would send on a stream that nobody can wait for without the GIL"
         self._broadcasts += 1
         self._blocks.at("broadcast", self._world_size, self._broadcasts)
-        if self._aborted:
+        if self.aborted:
             raise RuntimeError("NCCL communicator was aborted")
         self._blocks.operation_timeouts.add(options.timeout)
         if self._group is None:
@@ -77,11 +84,11 @@ class FakeNccl:
         options.timeout = _TIMEOUT
         work = [self._group.broadcast(tensors, options), self._group.allreduce([torch.zeros(1)])]
         self._blocks.at("work", self._world_size, self._broadcasts)
-        return FakeWork(self, work, self._broadcasts)
+        _current.stream.queued.append((self, self._world_size, self._broadcasts, work))
 
     def abort(self) -> None:
         self._blocks.at("abort", self._world_size)
-        self._aborted = True
+        self.aborted = True
         left, self._group = [self._group], None
         threading.Thread(target=left.clear, daemon=True).start()  # gloo's destructor waits for operations
 
@@ -89,21 +96,31 @@ class FakeNccl:
         self._blocks.at("destructor", self._world_size)
 
 
-class FakeWork:
-    """An operation of a `FakeNccl`."""
+class FakeStream:
+    """The stream of one group: what was broadcast while it was the thread's current stream."""
 
-    def __init__(self, group: FakeNccl, work: list[Any], number: int) -> None:
-        self._blocks, self._world_size = group._blocks, group._world_size
-        self._work, self._number = work, number
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.queued: list[tuple[FakeNccl, int, int, list[Any]]] = []
 
-    def is_completed(self) -> bool:
-        self._blocks.at("is_completed", self._world_size, self._number)
-        return all(work.is_completed() for work in self._work)
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        _current.stream = self
+        try:
+            yield
+        finally:
+            del _current.stream
 
-    def wait(self) -> None:
-        self._blocks.at("wait", self._world_size, self._number)
-        for work in self._work:
-            work.wait()
+    def settle(self) -> None:
+        """As on a GPU: nothing but its end or an abort ends a message, and an abort is no error here."""
+        while self.queued:
+            group, world_size, number, operations = self.queued.pop(0)
+            self._blocks.at("settle", world_size, number)
+            while not group.aborted and not all(operation.is_completed() for operation in operations):
+                time.sleep(0.0005)
+            if not group.aborted:
+                for operation in operations:
+                    operation.wait()
 
 
 def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Blocks:
@@ -117,4 +134,6 @@ def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Blocks:
 
     monkeypatch.setitem(process_group.DEVICES, "nccl", "cpu")
     monkeypatch.setattr(process_group, "_process_group", fake)
+    monkeypatch.setattr(process_group, "SendStream", lambda: FakeStream(blocks))
+    monkeypatch.setattr(broadcast_sink, "wait_until_computed", lambda: blocks.computed())
     return blocks

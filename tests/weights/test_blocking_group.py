@@ -72,7 +72,7 @@ async def test_nccl_goes_through_the_same_code(blocks: Blocks, source: ThreadSou
 QUICK = [
     ("constructor", 1),
     ("broadcast", 1),
-    *((call, 3) for call in ("broadcast", "is_completed", "abort", "destructor")),
+    *((call, 3) for call in ("broadcast", "settle", "abort", "destructor")),
 ]
 EVERY = [(call, nth) for call in CALLS for nth in (1, 2, 3)]
 """Calls, and in which broadcast of the group: the first proves it, the second is the first bucket."""

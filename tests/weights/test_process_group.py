@@ -9,7 +9,9 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from asyncrl.weights.transports import process_group
 from asyncrl.weights.transports.process_group import DEVICES, TransferGroup, form_all
+from tests.weights.fake_nccl import Blocks, FakeStream
 
 
 def test_the_store_listens_on_the_given_address_alone_and_lets_go_of_it() -> None:
@@ -26,6 +28,7 @@ def test_the_store_listens_on_the_given_address_alone_and_lets_go_of_it() -> Non
 def test_a_group_that_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises ValueError for NCCL without a GPU."""
     monkeypatch.setitem(DEVICES, "nccl", "cpu")
+    monkeypatch.setattr(process_group, "SendStream", lambda: FakeStream(Blocks()))
     group = TransferGroup("nccl", "weights", 2, "127.0.0.1", timeout_s=5.0)
     engine = TCPStore("127.0.0.1", group.port, 2, is_master=False)
     engine.set("come", "")

@@ -11,6 +11,10 @@ from asyncrl.config.sections.base import Section
 DEFAULT_TOKENS = 8192
 """Packing budget where nothing says how much memory there is."""
 
+COLLECTIVE_MARGIN_S = 60.0
+"""Collectives time out so much later than a command, so that the driver names the rank that hangs before the
+collectives of the others fail."""
+
 
 class TrainConfig(Section):
     """One step of training."""
@@ -96,6 +100,11 @@ class TrainConfig(Section):
 
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time of one trainer command; a rank that hangs is named."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longest time of a collective of the trainer ranks, in every process group."""
+        return self.step_timeout_s + COLLECTIVE_MARGIN_S
 
     @property
     def packing_budget(self) -> int:

@@ -29,7 +29,7 @@ def join(config: Config, layout: RankLayout) -> torch.device:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_parallel,
             create_gloo_process_groups=False,
-            distributed_timeout_minutes=math.ceil(config.train.step_timeout_s / 60),
+            distributed_timeout_minutes=math.ceil(config.train.collective_timeout_s / 60),
         )
         # The inference tracker is Megatron's own way to do without CUDA's generators; nothing draws random numbers.
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed, inference_rng_tracker=not cuda)

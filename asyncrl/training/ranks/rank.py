@@ -27,17 +27,13 @@ _LINK_KEY = "asyncrl/rank-link"
 REPORT_GRACE_S = 30.0
 """A failed rank stays so long, so that rank 0 can report the failure before torchrun ends all ranks."""
 
-COLLECTIVE_MARGIN_S = 60.0
-"""Collectives time out so much later than a command, so that the driver names the rank that hangs before the
-collectives of the others fail."""
-
 _log = structlog.get_logger(__name__)
 
 
 def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: float) -> CommandChannel:
     """Builds the default process group (NCCL and gloo with GPUs, gloo without) and the control group. Collective.
 
-    It binds the CUDA device, so it must run in the thread that will train. `timeout_s` is the deadline of a command.
+    It binds the CUDA device, so it must run in the thread that will train. `timeout_s` is that of a collective.
     Raises TrainerError where torch cannot use the GPUs that the layout has.
     """
     check_device(Machine.detect())
@@ -52,7 +48,7 @@ def join_process_groups(environment: RankEnvironment, store: Store, timeout_s: f
         store=PrefixStore("asyncrl/default", store),
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     return CommandChannel(environment.world_size)
 
@@ -62,7 +58,7 @@ def join_as_rank_zero(environment: RankEnvironment, config: Config, address: Lin
     store = meet(environment, config.train.init_timeout_s)
     if address is not None:
         store.set(_LINK_KEY, address.encode())
-    return join_process_groups(environment, store, config.train.step_timeout_s)
+    return join_process_groups(environment, store, config.train.collective_timeout_s)
 
 
 def serve_rank(
@@ -105,7 +101,7 @@ def _serve(
 ) -> None:
     seq = 0
     try:
-        channel = join_process_groups(environment, store, config.train.step_timeout_s)
+        channel = join_process_groups(environment, store, config.train.collective_timeout_s)
         state = RankState(config, environment.layout(config), make_backend, link.send, link.desk)
         while True:
             message = channel.receive()

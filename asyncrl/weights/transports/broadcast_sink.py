@@ -4,6 +4,8 @@ Invariants
 - An engine whose group breaks gets nothing more, and the others get the bucket and those that follow.
 - Over NCCL an engine is asked to receive a bucket only when that bucket is about to be sent. It answers as soon as its
   receive is queued on its GPU, and a receive that nothing is sent to would never end.
+- Over NCCL a bucket is computed before it counts as due. So a rank that hangs in the export holds up the export, which
+  has a deadline of its own, and no engine is blamed.
 - The export ends in an error only when no engine is left, or when the trainer's own side failed or was stopped. All
   groups were left then.
 """
@@ -22,6 +24,7 @@ from asyncrl.errors import WeightUpdateError
 from asyncrl.tasks import Changes
 from asyncrl.weights.buckets import Bucket
 from asyncrl.weights.transfer import BucketFiller
+from asyncrl.weights.transports.gpu_stream import wait_until_computed
 from asyncrl.weights.transports.process_group import Backend, TransferGroup, broadcast, drop_all
 
 LOST_GRACE_S = 0.5
@@ -136,6 +139,8 @@ class BroadcastSink:
             payload = [tensor.detach().to(device).contiguous() for tensor in tensors]
             if is_flattened(self.buckets[index], self.backend):
                 payload = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])]
+            if self.backend == "nccl":
+                wait_until_computed()
             self._due = max(self._due, index + 1)
             self._loop.call_soon_threadsafe(self._changed.notify)
             broadcast(live, payload)

@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from threading import Event
@@ -41,7 +41,8 @@ from torch._C._distributed_c10d import (
 
 from asyncrl.observability.waits import WAITS
 from asyncrl.weights.buckets import TensorSpec
-from asyncrl.weights.transports.wire import POLL_S, Wire
+from asyncrl.weights.transports.gpu_stream import SendStream
+from asyncrl.weights.transports.wire import Wire
 
 Backend = Literal["gloo", "nccl"]
 
@@ -50,6 +51,8 @@ DEVICES: dict[Backend, str] = {"gloo": "cpu", "nccl": "cuda"}
 
 PROOF = TensorSpec("asyncrl.transfer_group", "float32", (1,))
 """What proves an NCCL group. An engine ignores a tensor of this name, so its weights stay whole."""
+
+POLL_S = 0.0005
 
 LEAVE_S = 0.5
 """How long the trainer thread waits until a group is gone. A gloo group takes milliseconds."""
@@ -114,12 +117,14 @@ class TransferGroup:
             f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store))
         )
         make = partial(_process_group, self.backend, nested, self.world_size, self.timeout_s)
-        inside = partial(_on_stream, None if self.device == "cpu" else torch.cuda.current_stream())
-        self._wire = wire = Wire(self.name, make, inside=inside, aborts=self.backend == "nccl")
+        self._wire = wire = Wire(self.name, make, SendStream() if self.backend == "nccl" else None)
         self._begin("the weight transfer group did not form", wire.form(self._proof, self._options()))
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Begins to send `tensors`, each as one message; `ended` tells when that is over."""
+        """Begins to send `tensors`, each as one message; `ended` tells when that is over.
+
+        Over NCCL they must be computed already (`wait_until_computed`).
+        """
         assert self._wire is not None and self._under_way is None
         self._begin("it did not take a weight bucket", self._wire.broadcast(tensors, self._options()))
 
@@ -166,6 +171,8 @@ class TransferGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        # NCCL then sends on the wire's own stream, which is waited for, and returns no operation.
+        options.asyncOp = self.backend == "gloo"
         options.timeout = _operation_timeout(self.backend, self.timeout_s)
         return options
 
@@ -230,11 +237,6 @@ def _process_group(backend: Backend, store: Store, world_size: int, timeout_s: f
 def _operation_timeout(backend: Backend, timeout_s: float) -> timedelta:
     """torch's own timeout. gloo cannot be aborted and must end by it; over NCCL it must not come before ours."""
     return timedelta(seconds=timeout_s if backend == "gloo" else 2 * timeout_s + 30.0)
-
-
-def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """The caller's device and stream, for another thread."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ NCCL builds its communicator inside the first broadcast; its abort and its destr
 may block in C++ for ever. torch lets go of the GIL in all of them, so only this thread stands still.
 
 Invariants
+- No call is made that keeps the GIL: an operation is waited for, and never polled with `is_completed`.
+- The tensors of a message stay until the message has ended, also where the group was left: a kernel may read them.
 - Nobody waits for this thread without a deadline. A thread that does not come back stays behind with its group.
 - The group and its operations are known to this thread, so their destructors run here.
 - An abort must reach a call that does not return, so it has a second thread.
@@ -13,18 +15,16 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 
 from asyncrl.tasks import MAY_NOT_RETURN
-
-POLL_S = 0.0005
+from asyncrl.weights.transports.gpu_stream import SendStream
 
 
 class Wire:
@@ -32,19 +32,16 @@ class Wire:
 
     Args:
         make: makes the group.
-        inside: a context for every call: the CUDA device and stream of the caller.
-        aborts: whether the group's operations can be aborted.
+        stream: of an NCCL group, for all that it sends. None for gloo, whose operations cannot be aborted.
     """
 
-    def __init__(
-        self, name: str, make: Callable[[], Any], *, inside: Callable[[], AbstractContextManager[object]], aborts: bool
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], Any], stream: SendStream | None = None) -> None:
         self.left = threading.Event()
         """Set once the group is gone, and its connections with it."""
         self._make = make
-        self._inside = inside
-        self._aborts = aborts
+        self._stream = stream
         self._group: Any = None  # a c10d Backend; its stub does not know `broadcast`
+        self._failed: Callable[[], None] | None = None
         self._leaving = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._main, name=MAY_NOT_RETURN + name, daemon=True).start()
@@ -66,16 +63,16 @@ class Wire:
         """Drops the group, at once where nothing is under way. Waits for nothing; `left` tells."""
         self._leaving = True
         self._calls.put(None)
-        if self._aborts:
+        if self._stream is not None:
             threading.Thread(target=self._abort, name=MAY_NOT_RETURN + "abort", daemon=True).start()
 
     def _broadcast(self, tensors: Sequence[Tensor], options: BroadcastOptions) -> None:
         works = [self._group.broadcast([tensor], options) for tensor in tensors]
-        while works and not self._leaving:
-            if works[0].is_completed():
-                works.pop(0).wait()
-            else:
-                time.sleep(POLL_S)
+        for work in works:
+            if work is not None and not self._leaving:
+                work.wait()
+        if self._stream is not None and tensors:
+            self._stream.settle()
 
     def _do(self, call: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
@@ -92,19 +89,20 @@ class Wire:
         while (job := self._calls.get()) is not None and not self._leaving:
             call, done = job
             try:
-                with self._inside():
+                with nullcontext() if self._stream is None else self._stream.selected():
                     call()
             except Exception as error:
                 # The frames of a kept traceback would keep group and store, and an engine would wait for them.
                 done.set_exception(error.with_traceback(None))
+                self._failed = call  # its first messages may be under way
             else:
                 done.set_result(None)
             del job, call, done
         job = None
-        self._make = self._inside = _nothing
-        if self._aborts:  # the other thread may come too late
+        self._make = _nothing
+        if self._stream is not None:  # the other thread may come too late
             self._abort()
-        self._group = None
+        self._group = self._failed = None
         self.left.set()
 
 
