@@ -32,6 +32,8 @@ from asyncrl.host.process import INHERITED, LineBuffer, ProcessSpec, encode
 from asyncrl.host.shared_memory import LOOK_S, SharedFiles
 
 KILL_TIMEOUT_S = 10.0
+LOG_BEGINS = b" starts\n"
+"""The end of the line that a guardian writes before the first of its process."""
 """How long SIGKILLed descendants may take to vanish before they are reported as survivors. A GPU driver may take
 seconds to give back the memory that a process had pinned."""
 
@@ -148,7 +150,7 @@ class _Guardian:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             # a full disk shows only in a write
-            os.write(log, f"[asyncrl] {time.strftime('%Y-%m-%d %H:%M:%S')} {self.spec.name} starts\n".encode())
+            os.write(log, f"[asyncrl] {time.strftime('%Y-%m-%d %H:%M:%S')} {self.spec.name}".encode() + LOG_BEGINS)
         except (OSError, ValueError) as error:
             raise _CannotStart(f"cannot write its log {path!r}: {_reason(error)}") from error
         return log

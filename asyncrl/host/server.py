@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from asyncrl.host.guardian import fork_guardian
+from asyncrl.host.guardian import LOG_BEGINS, fork_guardian
 from asyncrl.host.proc import become_subreaper, kill_descendants, reap, set_name
 from asyncrl.host.process import LineBuffer, encode
 from asyncrl.host.state import (
@@ -45,16 +45,25 @@ FLUSH_S = 1.0
 
 
 def log_tail(path: str, start: int, lines: int) -> str:
-    """The last `lines` lines that were written to `path` from byte `start` on, at most `TAIL_BYTES` bytes."""
+    """The last `lines` lines that were written to `path` from byte `start` on, at most `TAIL_BYTES` bytes of each file.
+
+    A guardian's line ends at `start`. Where another text stands there the log was rotated since, and what was written
+    just before that is in `path`.1.
+    """
     try:
         with open(path, "rb") as log:
+            log.seek(max(0, start - len(LOG_BEGINS)))
+            rotated = start > 0 and log.read(len(LOG_BEGINS)) != LOG_BEGINS
             size = log.seek(0, os.SEEK_END)
-            begin = max(start if start <= size else 0, size - TAIL_BYTES)  # a log that was rotated is all new
-            log.seek(begin)
-            text = log.read(TAIL_BYTES).decode(errors="replace")
+            log.seek(max(0 if rotated else start, size - TAIL_BYTES))
+            text = log.read(TAIL_BYTES)
     except OSError as error:
         return f"(cannot read {path}: {error.strerror})"
-    return "\n".join(text.splitlines()[-lines:]) if lines > 0 else ""
+    if rotated and len(text.splitlines()) < lines:
+        with contextlib.suppress(OSError), open(f"{path}.1", "rb") as older:
+            older.seek(max(0, older.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = older.read(TAIL_BYTES) + text
+    return "\n".join(text.decode(errors="replace").splitlines()[-lines:]) if lines > 0 else ""
 
 
 class HostServer:

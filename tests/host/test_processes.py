@@ -16,6 +16,7 @@ import pytest
 from asyncrl.errors import EngineError
 from asyncrl.host import EngineHost, ProcessSpec
 from asyncrl.host.proc import descendants
+from asyncrl.host.server import log_tail
 from asyncrl.observability.events import EventLog
 from tests.host.roster import Roster, parent_of
 
@@ -253,6 +254,21 @@ for number in range(60_000):
 print("the end", flush=True)
 os.write(2, b"last words\\n")
 """
+
+
+def test_what_was_written_just_before_a_rotation_is_among_the_last_words(tmp_path: Path) -> None:
+    log, begun = tmp_path / "x.log", "[asyncrl] 2026-12-01 12:00:00 x starts\n"
+    log.write_text(begun + "a\nb\n")
+    (tmp_path / "x.log.1").write_text("of a run before\n")
+    assert log_tail(str(log), len(begun), 3) == "a\nb"
+    (tmp_path / "x.log.1").write_text(log.read_text())
+    log.write_text("")
+    assert log_tail(str(log), len(begun), 2) == "a\nb"
+    log.write_text("c\n" + "d" * 60 + "\n")
+    assert log_tail(str(log), len(begun), 3) == "b\nc\n" + "d" * 60
+    assert log_tail(str(log), len(begun), 1) == "d" * 60
+    log.write_text("without a guardian\n")
+    assert log_tail(str(log), 0, 3) == "without a guardian"
 
 
 async def test_a_process_that_prints_without_end_fills_no_disk_and_its_last_words_are_kept(
