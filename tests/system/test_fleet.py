@@ -46,6 +46,17 @@ async def generate_through_router(fleet: RealFleet, session: aiohttp.ClientSessi
         return await response.json()
 
 
+async def until_running(fleet: RealFleet, session: aiohttp.ClientSession) -> None:
+    """Returns once the engine generates; it tells that every few steps of decoding."""
+    url = fleet.controller.fleet().engines[0].endpoint.url
+    with anyio.fail_after(30):
+        while True:
+            async with session.get(f"{url}/v1/loads") as response:
+                if any(load["num_running_reqs"] for load in (await response.json())["loads"]):
+                    return
+            await anyio.sleep(0.01)
+
+
 async def test_an_engine_is_ready_by_itself_and_unknown_to_the_router_until_weights_are_published(
     fleet: RealFleet,
 ) -> None:
@@ -102,9 +113,7 @@ async def test_running_requests_keep_their_tokens_over_an_update_and_no_span_is_
 
         for _ in range(4):
             task_group.start_soon(one)
-        async with engine_client(serving_fleet) as client:
-            # The requests are in the engine once one of ours has been through it.
-            await client.generate(PROMPT, max_new_tokens=8)
+        await until_running(serving_fleet, session)
         after = await serving_fleet.publish_from_disk(serving_fleet.models[1])
         task_group.start_soon(one)
     versions = [[read_stamp(run["version"])[0] for run in a["meta_info"]["weight_versions"]] for a in answers]
