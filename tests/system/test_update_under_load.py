@@ -74,8 +74,13 @@ class Generation:
 
     async def next_tokens(self, count: int) -> None:
         """Returns when `count` more tokens have come."""
-        self.wanted, self.under_way = len(self.output) + count, anyio.Event()
-        await self.under_way.wait()
+        await self.until(len(self.output) + count)
+
+    async def until(self, tokens: int) -> None:
+        """Returns when it has so many tokens."""
+        if len(self.output) < tokens:
+            self.wanted, self.under_way = tokens, anyio.Event()
+            await self.under_way.wait()
 
     async def run(self, url: str) -> None:
         body = {
@@ -238,7 +243,7 @@ async def test_log_probs_of_every_span_are_those_of_its_weights_over_two_updates
                 hold(source, during_the_pause)
                 await publish_to(fleet, source, transport, version)
                 for generation, prefix in zip(running, prefixes, strict=True):
-                    await generation.next_tokens(1)
+                    await generation.until(len(prefix) + 1)
                     assert len(prefix) >= UNDER_WAY and generation.output[: len(prefix)] == prefix
 
     assert [version for version, _, _ in short.spans] == versions[:1]
