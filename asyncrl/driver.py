@@ -114,7 +114,7 @@ def _drive(loop: Loop, loaded: LoadedConfig) -> int:
                     partial(_run, loop, loaded, config, run, events, recorder, outcome, rank_exit),
                     backend_options={"use_uvloop": True},
                 )
-        except Exception:
+        except Exception:  # of any kind: concluded here, and raised on
             rank_exit.expect_exit(outcome.exit_code)
             conclude_failure(recorder, outcome.reason, run_dir=run.path, model=config.model.path)
             raise

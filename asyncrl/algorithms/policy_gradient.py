@@ -6,6 +6,7 @@ its log-ratio to the policy that it is compared with (`surrogate`). The settings
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -63,7 +64,7 @@ class Surrogate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient:
+class PolicyGradient(ABC):
     """See the module's docstring. A subclass gives `advantages` and `surrogate`."""
 
     aggregation: Unit = "token"
@@ -112,13 +113,13 @@ class PolicyGradient:
             aggregation=Aggregation(self.aggregation, self.max_new_tokens),
         )
 
+    @abstractmethod
     def advantages(self, rewards: Tensor, batch: RolloutBatch) -> Tensor:
         """float32 [samples], of the rewards that are trained (float32 [samples])."""
-        raise NotImplementedError
 
+    @abstractmethod
     def surrogate(self, log_ratio: Tensor, tokens: TokenInputs) -> Surrogate:
         """From float32 [R] with gradient: log-prob - that of the policy compared with; 0 where the mask is False."""
-        raise NotImplementedError
 
     def columns(self, batch: RolloutBatch) -> Columns:
         """`advantages`, the same for all tokens of a sample; reports the figures of `METRICS` that are of the batch."""

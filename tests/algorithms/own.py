@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.algorithm import Columns, Needs, TokenInputs, TokenLoss
 from asyncrl.algorithms.grpo import Grpo
+from asyncrl.algorithms.policy_gradient import PolicyGradient
 from asyncrl.data.batch import RolloutBatch
 
 
@@ -127,3 +128,10 @@ class BySequence(Grpo):
 
     def advantages(self, rewards: Tensor, batch: RolloutBatch) -> Tensor:
         return torch.ones(batch.num_sequences)
+
+
+class Half(PolicyGradient):
+    """Says what its advantages are, and not its loss."""
+
+    def advantages(self, rewards: Tensor, batch: RolloutBatch) -> Tensor:
+        return rewards

@@ -51,6 +51,11 @@ def test_a_named_algorithm_takes_its_settings_from_the_section_and_one_of_your_o
             {"wait": 1},
             r"cannot be made with train.algorithm_args \(wait\): TypeError",
         ),
+        (
+            "tests.algorithms.own:Half",
+            {},
+            r"cannot be made with .*TypeError: Can't instantiate abstract class Half .*surr",
+        ),
         ("builtins:dict", {}, "AttributeError: 'dict' object has no attribute 'needs'"),
         ("types:SimpleNamespace", {"needs": 3}, "is no algorithm: it needs `needs` "),
     ],
